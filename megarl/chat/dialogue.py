@@ -9,6 +9,7 @@ of all tokens before it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,8 @@ class Dialogue:
         self._specials = special_texts(tokenizer)
         self._library = library_tokenizer(tokenizer)
         self._keeps_reasoning: dict[tuple[str, ...], bool] = {}  # by the roles of the messages that follow
-        self._end: str | None = None  # of a turn, as the template writes it; found when it is first needed
+        self._start = ""  # what the template writes before the first message, and after a turn: found when needed
+        self._end: str | None = None
 
     def start(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the token ids of a prompt with its generation prompt.
@@ -110,8 +112,10 @@ class Dialogue:
         if kind not in self._keeps_reasoning:
             turn = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{TURN}"}
             plain = [{"role": role, **_PLAIN} for role in kind]
-            alone, followed = (self._render([_FIRST, turn, *more]) for more in ([], plain))
-            self._keeps_reasoning[kind] = _THOUGHT in followed or _THOUGHT not in alone
+            texts = [self._render([_FIRST, turn, *plain])]
+            with suppress(DialogueError):  # a later turn may be refused after a tool that nobody called
+                texts.append(self._render([_FIRST, turn, *plain, {"role": "assistant", "content": TURN}, *plain]))
+            self._keeps_reasoning[kind] = all(_THOUGHT in text for text in texts)
         if not self._keeps_reasoning[kind]:
             raise DialogueError(
                 f"the chat template removes the reasoning of a turn when a message of the role {kind[0]} follows, so "
@@ -131,7 +135,7 @@ class Dialogue:
             text = self._render([_FIRST, {"role": "assistant", "content": TURN}])
             if text.count(TURN) != 1:
                 raise DialogueError("the chat template does not write an assistant's content exactly once")
-            self._end = text.partition(TURN)[2]
+            self._start, self._end = text.partition(str(_FIRST["content"]))[0], text.partition(TURN)[2]
         return self._end
 
     def _after_turn(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -139,7 +143,7 @@ class Dialogue:
         text = self._render([_FIRST, {"role": "assistant", "content": TURN}, *messages], generation=True)
         # At the first place: what is added may hold the same text.
         _, found, after = text.partition(TURN)
-        if not found or not after.startswith(end) or len(after) == len(end):
+        if not found or not text.startswith(self._start) or not after.startswith(end) or len(after) == len(end):
             raise DialogueError(
                 "the chat template changes what stands before a message when the message is added, so the tokens of "
                 "the turns before would be others than those that were sampled; use a template that only appends"

@@ -116,8 +116,8 @@ class TaggedFormat(ToolFormat):
 class BareFormat(ToolFormat):
     """The whole turn is one JSON object, as in Llama 3; `opening`, such as `<|python_tag|>`, may stand before it.
 
-    Several objects may follow each other, with a semicolon in between; what stands behind them is content. An object
-    without arguments is a call only if it names a tool: an answer may be JSON as well.
+    Several objects may follow each other, with a semicolon or comma in between, or stand in a list; what stands behind
+    them is content. An object without arguments is a call only if it names a tool: an answer may be JSON as well.
     """
 
     opening: str = "<|python_tag|>"
@@ -130,7 +130,7 @@ class BareFormat(ToolFormat):
         body = rest.strip()
         opened = bool(self.opening) and body.startswith(self.opening)
         body = body.removeprefix(self.opening).strip() if opened else body
-        if not opened and not body.startswith("{"):
+        if not opened and not body.startswith(("{", "[")):
             return ParsedTurn(text.strip())
         parts, behind = _objects(body)
         if not opened and not any(self._is_call(part, tools) for part in parts):
@@ -146,17 +146,19 @@ class BareFormat(ToolFormat):
         except (ValueError, RecursionError):
             return f'"{self.name_key}"' in body and any(f'"{key}"' in body for key in keys)
         names = {tool.get("function", tool).get("name") for tool in tools}
-        return (
-            isinstance(value, dict)
-            and self.name_key in value
-            and bool(keys & value.keys() or value[self.name_key] in names)
+        values = [_call_itself(each) for each in (value if isinstance(value, list) and value else [value])]
+        return all(
+            isinstance(each, dict)
+            and self.name_key in each
+            and bool(keys & each.keys() or each[self.name_key] in names)
+            for each in values
         )
 
     def certain_content(self, text: str) -> str:
         """See `ToolFormat.certain_content`."""
         thought, rest = split_thought(text)
         body = rest.lstrip()
-        possible = not body or body.startswith("{") or _begins_alike(body, self.opening)
+        possible = not body or body.startswith(("{", "[")) or _begins_alike(body, self.opening)
         return (thought if possible else text).strip()
 
 
@@ -177,14 +179,19 @@ def call_of(
     value: object, body: str, name_key: str = "name", arguments_key: str = "arguments"
 ) -> ToolCall | MalformedCall:
     """Return the call that a JSON value is, or a malformed one; `body`: its text, for the error."""
+    value = _call_itself(value)
     if not isinstance(value, dict):
         return malformed(body, "it is no JSON object")
     name = value.get(name_key)
     if not isinstance(name, str) or not name:
         return malformed(body, f'it has no "{name_key}" that is a string')
     # Models confuse the keys of the two common forms.
-    arguments_key = next((key for key in (arguments_key, *_ARGUMENTS) if key in value), arguments_key)
-    others = sorted(value.keys() - {name_key, arguments_key, "id", "type"})
+    given = [key for key in dict.fromkeys((arguments_key, *_ARGUMENTS)) if key in value]
+    full = [key for key in given if value[key] not in (None, "", {})]
+    if len(full) > 1:
+        return malformed(body, f'it has both "{full[0]}" and "{full[1]}"')
+    arguments_key = next(iter([*full, *given]), arguments_key)
+    others = sorted(value.keys() - {name_key, *given, "id", "type"})
     if others and arguments_key not in value:
         return malformed(body, f'it has "{others[0]}" instead of "{arguments_key}"')
     arguments = value.get(arguments_key)
@@ -193,11 +200,14 @@ def call_of(
             arguments = json.loads(arguments, parse_constant=no_constant)
     if arguments is None or arguments == "":  # of a tool without parameters
         arguments = {}
-    if not isinstance(arguments, dict):
-        return malformed(body, f'"{arguments_key}" is no JSON object')
-    if reason := unusable({name: arguments}):
-        return malformed(body, reason)
-    return ToolCall(name, arguments)
+    reason = unusable({name: arguments}) if isinstance(arguments, dict) else f'"{arguments_key}" is no JSON object'
+    return malformed(body, reason) if reason else ToolCall(name, arguments)
+
+
+def _call_itself(value: object) -> object:
+    """Return the inner object of a call as OpenAI's API has it, `{"type": "function", "function": {...}}`."""
+    inner = value.get("function") if isinstance(value, dict) else None
+    return inner if isinstance(inner, dict) else value
 
 
 def unusable(value: object) -> str:
@@ -291,12 +301,14 @@ def json_values(text: str) -> Iterator[tuple[int, int, Any]]:
 
 
 def _objects(body: str) -> tuple[list[str], str]:
-    """Return the JSON objects at the beginning of a text, which semicolons may separate, and what follows them."""
+    """Return the JSON objects that begin a text, which semicolons or commas may separate, and what follows them."""
     found: list[str] = []
     while not found or body.startswith("{"):
         end = _json_end(body)
         found.append(body[:end])
         body = body[end:].lstrip("; \n\t\r")
+        if body.startswith(",") and body[1:].lstrip().startswith("{"):
+            body = body[1:].lstrip()
         if not body:
             break
     return found, body

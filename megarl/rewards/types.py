@@ -126,10 +126,7 @@ def judged_part(sample: RewardInput, answer_after: str | None) -> str:
     if answer_after is None or answer_after == "none":
         return sample.response
     _, mark, after = sample.response.rpartition(answer_after)
-    if mark:
-        return after
     opening = answer_after.replace("/", "", 1)
-    open_reasoning = opening != answer_after and (
-        opening in after or any(text.rstrip().endswith(opening) for text in (sample.prompt, sample.prompt_end))
-    )
-    return "" if open_reasoning else sample.response
+    prompts = () if mark else (sample.prompt, sample.prompt_end)
+    open_reasoning = opening in after or any(text.rstrip().endswith(opening) for text in prompts)
+    return "" if opening != answer_after and open_reasoning else after

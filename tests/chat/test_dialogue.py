@@ -179,6 +179,19 @@ def test_a_template_that_removes_earlier_reasoning_is_refused() -> None:
     assert dialogue.next_turn(thought, [tool_message("4")])
 
 
+@pytest.mark.parametrize("when", ["true", "loop.index0 < messages | length - 2"])
+def test_a_template_that_removes_all_reasoning_or_that_of_older_turns_is_refused(when: str) -> None:
+    template = STRIPPING.replace("ns.users < last", f"m['role'] == 'assistant' and {when}")
+    with pytest.raises(DialogueError, match="removes the reasoning"):
+        Dialogue(make_tokenizer(template), [2]).check()
+
+
+def test_a_template_that_changes_what_stands_before_the_first_message_is_refused() -> None:
+    template = "{{ messages | length }} messages\n" + STRIPPING.replace("ns.users < last", "false")
+    with pytest.raises(DialogueError, match="changes what stands before"):
+        Dialogue(make_tokenizer(template), [2]).check()
+
+
 def test_a_template_that_hides_the_tools_and_none_at_all_are_refused() -> None:
     with pytest.raises(DialogueError, match="does not show tools"):
         Dialogue(make_tokenizer(), [2]).start(ASKED, [TOOL])

@@ -9,6 +9,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
+# What tests call the file of the answer.
+_ANSWER_MODULES = ("solution", "main", "answer", "submission", "candidate", "program")
+_CATCHING = ("AssertionError", "Exception", "BaseException")
 _RUNNERS = ("unittest.main", "pytest.main", "doctest.testmod")
 
 
@@ -52,7 +55,7 @@ def _statements(text: str) -> list[ast.stmt]:
     for statement in body:
         main = isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
         found += statement.body if main and isinstance(statement, ast.If) else [statement]
-    found = [_asserted(statement) for statement in found if not _is_runner(statement)]
+    found = [_asserted(each) for each in found if not _is_runner(each) and not _imports_answer(each)]
     left = [statement for statement in found if ast.unparse(statement) != "import pytest"]
     if len(left) < len(found) and any(
         isinstance(node, ast.Name) and node.id == "pytest" for each in left for node in ast.walk(each)
@@ -65,6 +68,15 @@ def _asserted(statement: ast.stmt) -> ast.stmt:
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Compare | ast.BoolOp):
         return ast.copy_location(ast.Assert(statement.value), statement)
     return statement
+
+
+def _imports_answer(statement: ast.stmt) -> bool:
+    """Tell whether a statement imports names of the answer, which are there without it."""
+    if isinstance(statement, ast.Import) and any(each.name in _ANSWER_MODULES for each in statement.names):
+        raise ValueError(
+            f"write {ast.unparse(statement)!r} of the row's `tests` as `from ... import` of the answer's names"
+        )
+    return isinstance(statement, ast.ImportFrom) and statement.module in _ANSWER_MODULES
 
 
 def _is_runner(statement: ast.stmt) -> bool:
@@ -103,15 +115,27 @@ def _methods(case: ast.ClassDef) -> list[str]:
     return [f"{case.name}().{name}()" for name in names] if case.name.startswith("Test") else []
 
 
-def _executed(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a statement that run when it does: not those inside functions and classes."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+def _executed(node: ast.AST, inside: bool = False) -> Iterator[ast.AST]:
+    """Yield the nodes of a statement that run when it does, and whose failures are not caught.
+
+    Those inside functions and classes only with `inside`.
+    """
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda) and not inside:
         return
     if isinstance(node, ast.If | ast.While) and isinstance(node.test, ast.Constant) and not node.test.value:
         return
+    if isinstance(node, ast.With) and any("suppress" in ast.unparse(each.context_expr) for each in node.items):
+        return
     yield node
+    caught = isinstance(node, ast.Try) and any(map(_catches_assertions, node.handlers))
     for child in ast.iter_child_nodes(node):
-        yield from _executed(child)
+        if not caught or child not in node.body:  # type: ignore[attr-defined]
+            yield from _executed(child, inside)
+
+
+def _catches_assertions(handler: ast.ExceptHandler) -> bool:
+    names = None if handler.type is None else {each.id for each in ast.walk(handler.type) if isinstance(each, ast.Name)}
+    return names is None or bool(names & set(_CATCHING))
 
 
 def _checking_functions(statements: Sequence[ast.stmt]) -> frozenset[str]:
@@ -122,7 +146,7 @@ def _checking_functions(statements: Sequence[ast.stmt]) -> frozenset[str]:
             each.name
             for each in statements
             if isinstance(each, ast.FunctionDef | ast.ClassDef)
-            and any(_is_check(node, checking) for inner in each.body for node in ast.walk(inner))
+            and any(_is_check(node, checking) for inner in each.body for node in _executed(inner, inside=True))
         }
     return frozenset(checking)
 
@@ -132,7 +156,10 @@ def _checks(statement: ast.stmt, checking: frozenset[str]) -> bool:
 
 
 def _is_check(node: ast.AST, checking: frozenset[str] | set[str]) -> bool:
-    if isinstance(node, ast.Assert | ast.Raise):
+    if isinstance(node, ast.Assert):  # a constant, and a tuple that is not empty, always hold
+        test = node.test
+        return not (isinstance(test, ast.Constant) and test.value) and not (isinstance(test, ast.Tuple) and test.elts)
+    if isinstance(node, ast.Raise):
         return True
     if not isinstance(node, ast.Call):
         return False

@@ -21,7 +21,8 @@ _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
 TOLERANCE = 1e-6  # of decimals, absolute or relative, as judges of contests have it
 # JSON has no tuples, and rounds; the answer's own names are replaced by this one.
 _SAME = f"""\
-def _same(found, wanted):
+def _same(found, wanted, listed=False):
+    if listed and _same(found, wanted[0]): return True
     if isinstance(found, (list, tuple)) and isinstance(wanted, list):
         return len(found) == len(wanted) and all(map(_same, found, wanted))
     if float in (type(found), type(wanted)) and {{type(found), type(wanted)}} <= {{int, float}}:
@@ -94,7 +95,8 @@ def _pairs(inputs: object, outputs: object) -> tuple[tuple[str, str], ...]:
 def _calls(name: object, inputs: object, outputs: object) -> tuple[str, ...]:
     """Return assertions about a function, the form of APPS: the arguments of each call, and what it has to return.
 
-    The function may also be a method of a class `Solution`.
+    Results that all stand in lists of their own, as in some of its rows, count without them too. The function may also
+    be a method of a class `Solution`.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"the row's `fn_name` is not the name of a function: {name!r}")
@@ -102,8 +104,9 @@ def _calls(name: object, inputs: object, outputs: object) -> tuple[str, ...]:
     if not all(isinstance(each, Sequence) and not isinstance(each, str) for each in arguments):
         raise ValueError(f"with `fn_name` each of the row's `inputs` is the list of arguments of a call of {name}")
     function = f"(Solution().{name} if hasattr(globals().get('Solution'), {name!r}) else {name})"
+    listed = all(isinstance(result, list) and len(result) == 1 for result in results)
     calls = (
-        f"assert _same({function}(*{list(each)!r}), {result!r})"
+        f"assert _same({function}(*{list(each)!r}), {result!r}{', listed=True' * listed})"
         for each, result in zip(arguments, results, strict=True)
     )
     return (_SAME + next(calls), *calls)

@@ -1,6 +1,7 @@
-r"""The `gsm8k` reward: compares the number after `####`, else in the last \boxed{}, else the last one, exactly.
+r"""The `gsm8k` reward: compares the number after `####`, else in a \boxed{} or <answer>, else the last one, exactly.
 
-After the mark, and in a box, the number counts that stands behind the last equals sign (10 + 10 = 20), else the first.
+After the mark, and in a box, the number counts that stands behind the last equals sign (10 + 10 = 20), else the first;
+before it if a calculation follows (20 = 10 + 10).
 
 Equal numbers are: 1,234, 1 234, 1'234, 1_234 and 1234; $5 and 5; 5.0 and 5; 40% and 40; "72." and 72; "18 eggs" and 18;
 1/2, \frac{1}{2} and .5; 3 1/2 and 3.5; 1.5e3, 1.5 \times 10^3 and 1500.
@@ -14,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from megarl.rewards.builtin.math import last_boxed
-from megarl.rewards.builtin.math_text import E_NOTATION, decimal
+from megarl.rewards.builtin.math_text import E_NOTATION, decimal, tagged_answer, typography
 from megarl.rewards.types import RewardInput, RewardResult, judged_part
 
 # Thousands separators: exactly three digits follow each of them, and a number contains only one kind. A space is no
@@ -34,16 +35,17 @@ _SEPARATORS = str.maketrans("", "", ",'_\u2019 ")
 # A minus sign directly before its number or currency sign, with no operand of a subtraction before it.
 _MINUS_BEFORE = re.compile(r"(?<![\w.)\]])(?:-\s?[$€£¥]\s?|[$€£¥]\s?-|-)$")
 _TYPOGRAPHY = (
-    (re.compile("[\u2212\ufe63\uff0d]"), "-"),
-    # Thin or non-breaking spaces and LaTeX's {,} \, \! between groups of three digits.
-    (re.compile(r"(?<=\d)(?:[\u00a0\u2009\u202f]|\\[,!;:]|\{,\}|\{\\,\}|,\\!)(?=\d{3}(?!\d))"), ","),
+    # Spaces other than the keyboard's (`typography`) and LaTeX's {,} \, \! between groups of three digits.
+    (re.compile(r"(?<=\d)(?:\\[,!;:]|\{,\}|\{\\,\}|,\\!)(?=\d{3}(?!\d))"), ","),
     (re.compile(r"\\([$%])"), r"\1"),
-    (re.compile(r"(?<=\d)\s*(?=\\[dt]?frac\s*\{)"), " "),
-    (re.compile(r"\\[dt]?frac\s*\{\s*(-?\d[\d.,]*)\s*\}\s*\{\s*(\d+)\s*\}"), r"\1/\2"),
+    (re.compile(r"(?<=\d)\s*(?=\\[dtc]?frac\s*[\d{])"), " "),
+    (re.compile(r"\\[dtc]?frac\s*\{\s*(-?\d[\d.,]*)\s*\}\s*\{\s*(\d+)\s*\}"), r"\1/\2"),
+    (re.compile(r"\\[dtc]?frac\s*(\d)\s*(\d)"), r"\1/\2"),
 )
 _POWER = re.compile(r"(?<![\w.,])(\d+(?:\.\d+)?)\s*(?:\\times|\\cdot|[×*])\s*10\s*(?:\^|\*\*)\s*\{?\s*([-+]?\d+)\s*\}?")
 # At the start of the text after `####` even a minus sign followed by a space is no subtraction.
 _SPACED_MINUS = re.compile(r"^([\s*]*-)\s+(?=[$€£¥.\d])")
+_CALCULATION = re.compile(r"\d\s*(?:[-+*/x]|\\(?:times|cdot|div)(?![a-zA-Z]))\s*\d+\s*\W*$")
 _MAX_DIGITS = 300
 
 
@@ -70,10 +72,12 @@ def check_row(answer: str, row: Mapping[str, Any]) -> Fraction:
 def final_number(text: str) -> Fraction | None:
     """Return the number after the last `####`, else in the last box, else the last number of the text, else None."""
     _, marker, tail = text.rpartition("####")
-    stated = tail if marker else last_boxed(text)
+    stated = tail if marker else last_boxed(text) or tagged_answer(text)
     if stated is not None:
         stated = _SPACED_MINUS.sub(r"\1", _typed(stated.strip().partition("\n")[0]))
         _, equals, after = stated.rpartition("=")
+        if _CALCULATION.search(after) is not None:
+            equals = ""
         match = (_NUMBER.search(after) if equals else None) or _NUMBER.search(stated)
         if match:
             return _value(stated if match.string is stated else after, match)
@@ -84,7 +88,7 @@ def final_number(text: str) -> Fraction | None:
 
 def _typed(text: str) -> str:
     """Return the text with its typographic signs, and LaTeX's numbers, as a keyboard types them."""
-    text = _POWER.sub(lambda match: decimal(f"{match[1]}e{match[2]}"), text)
+    text = _POWER.sub(lambda match: decimal(f"{match[1]}e{match[2]}"), typography(text))
     text = E_NOTATION.sub(lambda match: decimal(match[0]), text)
     for pattern, replacement in _TYPOGRAPHY:
         text = pattern.sub(replacement, text)

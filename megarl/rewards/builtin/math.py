@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Any
 
-from megarl.rewards.builtin.math_forms import Answer, chosen, sides, with_variable
-from megarl.rewards.builtin.math_text import stated_answer
+from megarl.rewards.builtin.math_forms import Answer, chosen, listed, sides, with_variable
+from megarl.rewards.builtin.math_text import stated_answer, states_answer
 from megarl.rewards.builtin.sympy_guard import is_too_large
 from megarl.rewards.types import RewardInput, RewardResult, judged_part
 
@@ -27,6 +28,10 @@ _ARITHMETIC = re.compile(r"(?=.*\d)(?:[\d\s.+\-*/^(){}]|\\(?:frac|cdot|times|sqr
 # math-verify compares decimals to six places after the point; here six significant digits have to agree as well.
 _DECIMALS, _EXACT = 5e-6, 1e-12
 _OR = re.compile(r"(?<![a-zA-Z])or(?![a-zA-Z])|\\(?:lor|vee)(?![a-zA-Z])")
+_AND = re.compile(r"(?<![a-zA-Z])and(?![a-zA-Z])|\\(?:land|wedge)(?![a-zA-Z])")
+_MORE_THAN_A_NUMBER = re.compile(
+    r"[<>;]|,(?!\d{3}(?!\d))|\\(?:mid|in|notin|le|ge|leq|geq|leqslant|geqslant|lt|gt)(?![a-zA-Z])"
+)
 Parsed = tuple[Any, ...]  # math-verify's result, untyped: sympy expressions, then the text that they were read from
 
 
@@ -42,10 +47,17 @@ def math(sample: RewardInput, require_box: bool = False, answer_after: str | Non
     content = last_boxed(response)
     boxed = content is not None
     if content is None and not require_box and not _BOX.search(response):  # a box that was cut is no answer
-        content = stated_answer(response[-_TAIL_CHARACTERS:])
+        start = max(0, min(len(response) - _TAIL_CHARACTERS, response.lower().rfind("answer") % (len(response) + 1)))
+        content = stated_answer(response[start : start + _TAIL_CHARACTERS])
     found, correct = compare(sample.answer, content or "")
     components = {"correct": float(correct), "parsed": float(found is not None), "boxed": float(boxed)}
     return RewardResult(float(correct), components, found)
+
+
+def check_row(answer: str, row: Mapping[str, Any]) -> None:
+    """Raise ValueError for a reference answer that is empty, or is a missing number as text."""
+    if _reference_text(answer).strip().lower() in ("", "nan"):
+        raise ValueError(f"the reference answer {answer[-60:]!r} is missing; correct the data file")
 
 
 @lru_cache(maxsize=4096)
@@ -57,13 +69,14 @@ def compare(reference: str, answer: str) -> tuple[str | None, bool]:
     """
     expected_text = _reference_text(reference)
     expected, found = Answer.read(expected_text), Answer.read(chosen(answer, expected_text))
-    if expected.unit and found.unit and expected.unit != found.unit:
-        return found.name, False
-    if found.decided and expected.decided:
-        return found.name, found.says(expected)
+    other_unit = bool(expected.unit and found.unit and expected.unit != found.unit)
+    if other_unit or (found.decided and expected.decided):
+        return found.name, not other_unit and found.says(expected)
     if is_too_large(expected.text) or is_too_large(found.text):
         same = "".join(answer.split())
         return (same, True) if same == "".join(expected_text.split()) else (None, False)
+    if (equal := _elementwise(expected.text, found.text)) is not None:
+        return found.name or "".join(found.text.split()), equal
     gold = _parse(with_variable(expected.text, found.text))
     if not gold and expected.verbatim is None:
         raise ValueError(
@@ -76,6 +89,26 @@ def compare(reference: str, answer: str) -> tuple[str | None, bool]:
         return None, False
     name = found.name or canonical(parsed)
     return name, expected.verbatim is None and _equal(expected, gold, found, parsed)
+
+
+def _elementwise(expected: str, found: str) -> bool | None:
+    """Compare two lists, tuples or sets element by element, as answers of their own; None where algebra decides."""
+    kinds = [listed(each) for each in (expected, found)]
+    if kinds[0] is None or kinds[1] is None:
+        return None
+    (bracket, wanted), (other, given) = kinds[0], kinds[1]
+    if {bracket, other} == {"(", r"\{"} or (bracket == other == "" and len(wanted) != len(given)):
+        return False
+    if bracket != other or len(wanted) != len(given):
+        return None
+    if bracket in ("(", "["):
+        return all(compare(*pair)[1] for pair in zip(wanted, given, strict=True))
+    for each in wanted:
+        match = next((place for place, one in enumerate(given) if compare(each, one)[1]), None)
+        if match is None:
+            return False
+        del given[match]
+    return True
 
 
 def _equal(expected: Answer, gold: Parsed, found: Answer, parsed: Parsed) -> bool:
@@ -95,7 +128,20 @@ def _same(gold: Parsed, parsed: Parsed) -> bool:
     # Inequalities and intervals are equal in both directions: a policy gains nothing from restating a problem that it
     # had to solve for an interval.
     equal = verify(list(gold), list(parsed), timeout_seconds=None, allow_set_relation_comp=True)
-    return bool(equal) and not _apart(gold[0], parsed[0])
+    return (bool(equal) and not _apart(gold[0], parsed[0])) or _same_curve(gold[0], parsed[0])
+
+
+def _same_curve(a: Any, b: Any) -> bool:  # noqa: ANN401 (sympy has no types)
+    """Tell whether two polynomial equations in several variables are multiples of each other."""
+    from sympy import Eq, cancel
+
+    if not all(isinstance(side, Eq) and len(side.free_symbols) > 1 for side in (a, b)):
+        return False
+    difference = [side.lhs - side.rhs for side in (a, b)]
+    if not all(side.is_polynomial() for side in difference):
+        return False
+    ratio = cancel(difference[0] / difference[1])
+    return bool(ratio.is_number and ratio.is_finite and ratio != 0)
 
 
 def _apart(a: Any, b: Any) -> bool:  # noqa: ANN401 (sympy has no types)
@@ -164,6 +210,8 @@ math.warm_up = _warm_up  # type: ignore[attr-defined]
 def _reference_text(answer: str) -> str:
     """Return the part of a reference answer that is compared."""
     content = last_boxed(answer)
+    if content is None and "####" not in answer and len(answer.split()) > 4 and states_answer(answer):
+        content = stated_answer(answer)
     return answer.rpartition("####")[2].strip().strip("$") if content is None else content
 
 
@@ -200,18 +248,20 @@ def _parse(content: str) -> Parsed:
     from math_verify import parse
 
     found = parse(rf"\boxed{{{content}}}", _configurations(), parsing_timeout=None) if content else ()
-    if found and _OR.search(content):
-        return (_united(found[0]), *found[1:])
+    if found and getattr(found[0], "is_number", False) and _MORE_THAN_A_NUMBER.search(content):
+        return ("".join(content.split()),)  # it read a number of the text only
+    if found and (_OR.search(content) or _AND.search(content)):
+        return (_united(found[0], bool(_OR.search(content))), *found[1:])
     return tuple(found)
 
 
-def _united(value: Any) -> Any:  # noqa: ANN401 (sympy has no types)
-    """Return the set of numbers of `x < 2 or x > 3`, which math-verify reads as a set of two inequalities."""
-    from sympy import FiniteSet, Union
-    from sympy.core.relational import Relational
+def _united(value: Any, either: bool) -> Any:  # noqa: ANN401 (sympy has no types)
+    """Return the set of `x < 2 or x > 3` (`either`) or of `and`, which math-verify reads as a set of inequalities."""
+    from sympy import And, FiniteSet, Intersection, Union
+    from sympy.core.relational import Equality, Relational
 
-    if not isinstance(value, FiniteSet) or not all(isinstance(each, Relational) for each in value.args):
+    if not isinstance(value, FiniteSet) or not all(isinstance(each, Relational | And) for each in value.args):
         return value
-    if len(value.free_symbols) != 1 or any(isinstance(each, Relational) and each.rel_op == "==" for each in value.args):
+    if len(value.free_symbols) != 1 or value.has(Equality):
         return value
-    return Union(*(each.as_set() for each in value.args))
+    return (Union if either else Intersection)(*(each.as_set() for each in value.args))

@@ -6,6 +6,7 @@ modulus of a congruence and the relation of `\ge 7`. Such answers are compared a
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -23,13 +24,27 @@ _LITERAL = re.compile(
     rf"|(?P<start>\d*)\.(?P<fixed>\d*)\\overline\s*\{{\s*(?P<repeated>\d+)\s*\}})\s*(?:\^\\circ)?"
 )
 _PERCENT = re.compile(
-    r"(?:\s|\\[,;: ]|~)*(?:\\?%|(?<![a-zA-Z])percent|\\(?:text|mathrm)\{\s*(?:percent|\\?%)\s*\})\s*$"
+    r"(?:\s|\\[,;: ]|~)*(?:\\?%|(?<![a-zA-Z])(?:per\s?cent|pct)|\\(?:text|mathrm)\{\s*(?:per\s?cent|pct|\\?%)\s*\})\s*$"
 )
 
 _TEXT = re.compile(r"\\(?:text|mathrm|textnormal|mbox|operatorname)\s*\{([^{}]*)\}")
-_CLOCK = re.compile(r"(\d{1,2}):(\d\d)(?::(\d\d))?\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
+_CLOCK = re.compile(r"(\d{1,2})(?::(\d\d))?(?::(\d\d))?\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
+_RATIO = re.compile(r"\d{1,9}(?:\s*:\s*\d{1,9}){2,}")
+_MONTHS = [
+    "january", "february", "march", "april", "may", "june",
+    "july", "august", "september", "october", "november", "december",
+]  # fmt: skip
+_DAY = r"(\d{1,2})(?:st|nd|rd|th)?"
+_DAY_OF_MONTH = re.compile(
+    rf"(?:([A-Za-z]{{3,9}})\.?\s+{_DAY}|{_DAY}\s+(?:of\s+)?([A-Za-z]{{3,9}})\.?)(?:,?\s+(\d{{4}}))?"
+)
 _DATE = re.compile(r"(\d{4})[-/.](\d{1,2})[-/.](\d{1,2})|(\d{1,2})[-/.](\d{1,2})[-/.](\d{4}|\d\d)")
-_NUMERAL = re.compile(r"\(?([0-9][0-9A-Za-z]*|[0-9A-Fa-f]{2,})\)?\s*_\s*(?:\{\s*(\w+)\s*\}|(\d))")
+_NUMERAL = re.compile(
+    r"(?:\(|\\overline\s*\{)?([0-9][0-9A-Za-z]*|[0-9A-Fa-f]{2,})[)}]?"
+    r"(?:\s*_\s*(?:\{\s*\(?(\w+)\)?\s*\}|(\d))|\s*\(?\s*(?:in )?base[\s~-]*(\w+)\s*\)?)"
+)
+_HEXADECIMAL = re.compile(r"0([xbo])([0-9a-fA-F]+)")
+_BASED = re.compile(r"\d\s*_\s*\{?\d")  # a numeral with a base in an expression
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
           "eleven": 11, "twelve": 12, "sixteen": 16}  # fmt: skip
 _MODULUS = re.compile(
@@ -38,6 +53,11 @@ _MODULUS = re.compile(
 _CONGRUENT = re.compile(r"\\equiv|≡|=")
 _DOTS = re.compile(r"\\(?:[lcdv]?dots[bcimo]?|hdots)(?![a-zA-Z])|\.\.\.")
 _RELATION = re.compile(r"\\(?:geqslant|leqslant|geq|leq|ge|le|gt|lt|neq|ne)(?![a-zA-Z])|[<>]=?|!=")
+# Relations and quantifiers that math-verify leaves out.
+_OTHER_RELATION = re.compile(
+    r"\\(?:gg|ll|forall|exists|not(?!\s*=)(?:in)?|n(?:less|gtr|leq|geq)|subset\w*|supset\w*|succ\w*|prec\w*|propto|perp|parallel"
+    r"|(?:long)?(?:right|left|leftright)arrow|to|implies|iff|Rightarrow|Leftrightarrow)(?![a-zA-Z])"
+)
 _NOT_EQUAL = re.compile(r"\\neq?(?![a-zA-Z])|!=|\\not\s*=")
 _WORD = re.compile(r"[a-zA-Z]{2,}")
 _NAMES = re.compile(  # words that are functions and constants
@@ -45,21 +65,32 @@ _NAMES = re.compile(  # words that are functions and constants
 )
 _SHORT_WORDS = frozenset(("yes", "no", "odd"))  # which no product of variables is
 _QUALIFIED = re.compile(
-    r"\bor\s+(?:more|less|fewer)\b|\bat\s+(?:least|most)\b|\b(?:remainder|more|less|fewer|over|under)\b"
+    r"\bor\s+(?:more|less|fewer)\b|\bat\s+(?:least|most)\b"
+    r"|\b(?:remainder|more|less|fewer|over|under|increase|decrease|profit|loss|gain|discount|higher|lower)\b"
 )
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALED = re.compile(rf"(?:\\?[$€£¥]\s*)?({_NUMBER})\s*(?:\\text\s*\{{\s*)?({'|'.join(_SCALES)})s?(?![a-zA-Z])")
 _SHORT_UNITS = "cm|mm|km|dm|kg|mg|ml|mL|ft|in|lb|hrs?|mins?|secs?|deg|sq|mph|kmh|days?|men|eggs?|cups?"
 _UNIT = (
-    rf"(?:\\(?:text|mathrm|textnormal|mbox)\s*\{{[^{{}}]*\}}|(?:{_SHORT_UNITS})(?![a-zA-Z])"
+    r"(?:(?:\^\\circ\s*)?\\(?:text|mathrm|textnormal|mbox|operatorname)\s*\{[^{}]*\}|\^\\circ\s*[CF](?![a-zA-Z])"
+    rf"|(?:{_SHORT_UNITS})(?![a-zA-Z])"
     r"|(?<=[\s/])[mgshlL](?![a-zA-Z])|(?<=\s)[a-zA-Z]{4,})"
 )
-# Units that are compared where both answers have one.
-_MEASURE = re.compile(
-    r"(?:\d|[\s~{}/;,])(km|cm|mm|dm|m|kg|mg|g|ml|ft|in|lb|hr|min|sec|mph|kmh)s?\s*\}?(?:\s*\^\s*(?:\{\d\}|\d))?$",
-    re.IGNORECASE,
+# Units that are compared where both answers have one, each with its other names.
+_UNIT_NAMES = {name: names.split()[0] for names in (
+    "km kilometer kilometre", "m meter metre", "cm centimeter centimetre", "mm millimeter millimetre", "dm decimeter",
+    "kg kilogram", "g gram", "mg milligram", "l liter litre", "ml milliliter millilitre", "ft foot feet",
+    "in inch inche", "yd yard", "mi mile", "lb pound", "oz ounce", "h hr hour", "min minute", "s sec second", "day",
+    "week", "month", "year yr", "dollar", "cent", "euro", "c celsius", "f fahrenheit",
+) for name in names.split()}  # fmt: skip
+_POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cubed": 3}
+_COMPOUND = re.compile(rf"({_NUMBER})\s*([a-zA-Z]+)\.?(?:\s*,?\s*(?:and\s+)?)")
+_CHOICE, _CHOSEN = re.compile(r"\(?([A-J])\)?"), re.compile(r"[{\s]*(?:\(([A-J])\)|([A-J])[).:](?=\s))\W*\w")
+_LETTERS = re.compile(r"[A-Z](?:(?:\s|,|;|\\to(?![a-zA-Z])|\\[,;: ]|and)+[A-Z])+")
+_CLOSING = {"(": ")", "[": "]", r"\{": r"\}", "{": "}"}
+_NO_LIST = re.compile(
+    r"[=<>;]|\.\.\.|\\(?:le|ge|leq|geq|in|ne|neq|cup|cap|text|begin|infty|[lc]?dots)(?![a-zA-Z])|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])"
 )
-_CHOICE, _CHOSEN = re.compile(r"\(?([A-J])\)?"), re.compile(r"[{\s]*\(([A-J])\)\W*\w")
 _UNITS = re.compile(rf"(?:(?:\s|\\[,;: ]|~|/|\\cdot(?![a-zA-Z]))*{_UNIT}(?:\s*\^\s*(?:\{{-?\d\}}|\d))?)+$")
 
 
@@ -86,9 +117,10 @@ class Answer:
         words = verbatim(text)
         if words is not None:
             return cls(text, verbatim=words)
-        unit = _MEASURE.search(text)
-        text, percent = without_percent(without_units(text))
-        return cls(text, percent, literal(text), unit=unit[1].lower() if unit is not None else None)
+        value = without_units(text)
+        unit = known_unit(text.removeprefix(value)) if text.startswith(value) else None
+        text, percent = without_percent(value) if listed(value) is None else (value, False)
+        return cls(text, percent, literal(text), unit=unit)
 
     @property
     def decided(self) -> bool:
@@ -134,11 +166,14 @@ class Literal:
 
 
 def chosen(answer: str, reference: str) -> str:
-    r"""Return `C` for an answer such as `\textbf{(C) }12` where the reference is a letter alone, else the answer."""
-    if _CHOICE.fullmatch(clean(reference)) is None:
-        return answer
-    letter = _CHOSEN.match(_TEXT.sub(r"\1", clean(answer)))
-    return answer if letter is None else letter[1]
+    r"""Return an answer that names choices as the reference does: `C` for `\textbf{(C) }12`, `BAC` for `B, A, C`."""
+    wanted, found = clean(reference), _TEXT.sub(r"\1", clean(answer))
+    if _CHOICE.fullmatch(wanted) is not None:
+        letter = _CHOSEN.match(found)
+        return answer if letter is None else letter[1] or letter[2]
+    if re.fullmatch("[A-Z]{2,}", wanted) and _LETTERS.fullmatch(found):
+        return "".join(re.findall("[A-Z]", found))
+    return ", ".join(found) if re.fullmatch("[A-Z]{2,}", found) and _LETTERS.fullmatch(wanted) else answer
 
 
 def literal(text: str) -> Literal | None:
@@ -169,14 +204,35 @@ def without_units(text: str) -> str:
 
     A text that changes the value stays, such as `7\text{ or more}`; so does the t of 3t, which may be a variable.
     """
-    if _QUALIFIED.search(text):
+    if _QUALIFIED.search(text) or _PERCENT.search(text):
         return text
     scaled = _SCALED.match(text)
     if scaled is not None:
         number = _fraction(scaled[1]) * _SCALES[scaled[2]]
         return str(number.numerator) if number.denominator == 1 else text
     value = _UNITS.sub("", text)
-    return value if value != text and value[-1:] in tuple("0123456789})!") else text
+    return value if value != text and value[-1:] in tuple("0123456789})!%") else text
+
+
+def known_unit(text: str) -> str | None:
+    r"""Return the canonical name of the unit after a value: cm2 of `\text{ square cm}`; None if it is not known."""
+    plain = re.sub(
+        r"\\(?:text|mathrm|textnormal|mbox|operatorname|cdot|circ)|[{}\\,;:~^]|\bdeg(?:rees?)?\b", " ", text.lower()
+    )
+    plain = re.sub(r"\bper\b", "/", re.sub(r"\b(?:kmh|kph|mph)\b", lambda match: f"{match[0][:-2]}m"[:2] + "/h", plain))
+    powers: dict[str, int] = {}
+    sign, power, last = 1, 1, ""
+    for word in re.findall(r"[a-z]+|/|-?\d", plain):
+        if word == "/":
+            sign = -1
+        elif word in _POWERS and not last:
+            power = _POWERS[word]
+        elif word in _POWERS or not word.isalpha():
+            powers[last] = sign * int(_POWERS.get(word, word))
+        else:
+            last = _UNIT_NAMES.get(word) or _UNIT_NAMES.get(word.removesuffix("s"), "")
+            powers[last] = sign * power
+    return None if "" in powers or not powers else " ".join(f"{name}{powers[name]}" for name in sorted(powers))
 
 
 def without_percent(text: str) -> tuple[str, bool]:
@@ -194,6 +250,8 @@ def verbatim(text: str) -> str | None:
     tight = re.sub(r"\\[,;:! ]|\s|~", "", _DOTS.sub("...", plain))
     if _QUALIFIED.search(plain):
         return tight.lower()
+    if _OTHER_RELATION.search(plain) is not None:
+        return tight
     if r"\equiv" in plain or _MODULUS.search(plain) is not None:
         return _congruence(plain)
     if "..." in tight:
@@ -201,23 +259,54 @@ def verbatim(text: str) -> str | None:
     if _NOT_EQUAL.search(plain):
         left, _, right = _NOT_EQUAL.sub("≠", tight, count=1).partition("≠")
         return f"{left or 'x'}≠{right}"
-    return _time(plain) or _numeral(plain) or _words(plain)
+    found = _time(plain) or _date(plain) or _numeral(plain)
+    return found or (tight if _BASED.search(plain) else _compound(plain)) or _words(plain)
 
 
 def _time(text: str) -> str | None:
-    """Return a clock time or a date without leading zeros."""
-    if (clock := _CLOCK.fullmatch(text)) is not None:
-        hours, minutes, seconds, half = clock.groups()
-        return f"{int(hours)}:{minutes}:{seconds or '00'}{(half or '').lower()}"
-    date = _DATE.fullmatch(text)
-    return None if date is None else "-".join(str(int(part)) for part in date.groups() if part)
+    """Return a clock time without leading zeros, from 13:00 on as in 24 hours, or a ratio of three numbers reduced."""
+    clock = _CLOCK.fullmatch(text)
+    if clock is not None and (clock[2] or clock[4]):
+        hours, half = int(clock[1]), (clock[4] or "").lower()
+        if half == "p" and hours < 12:
+            hours, half = hours + 12, ""
+        elif (half == "a" and hours == 12) or (not half and not hours):
+            hours, half = 0, "a"
+        return f"{hours}:{clock[2] or '00'}:{clock[3] or '00'}{half}"
+    if _RATIO.fullmatch(text) is None:
+        return None
+    numbers = [int(part) for part in text.split(":")]
+    return ":".join(str(number // (math.gcd(*numbers) or 1)) for number in numbers)
+
+
+def _date(text: str) -> str | None:
+    """Return a date as numbers without leading zeros: year, month and day where the month has a name."""
+    date, named = _DATE.fullmatch(text), _DAY_OF_MONTH.fullmatch(text)
+    if date is not None:
+        return "-".join(str(int(part)) for part in date.groups() if part)
+    name = (named[1] or named[4]).lower() if named is not None else ""
+    months = [number for number, month in enumerate(_MONTHS, start=1) if month.startswith(name)]
+    if named is None or len(months) != 1:
+        return None
+    return "-".join(filter(None, (named[5], str(months[0]), str(int(named[2] or named[3])))))
+
+
+def _compound(text: str) -> str | None:
+    """Return a value in several known units, such as 2 hours and 30 minutes, in one spelling."""
+    parts = _COMPOUND.findall(text)
+    units = [known_unit(unit) for _, unit in parts]
+    if len(parts) < 2 or None in units or _COMPOUND.sub("", text):
+        return None
+    return " ".join(f"{number} {unit}" for (number, _), unit in zip(parts, units, strict=True))
 
 
 def _numeral(text: str) -> str | None:
+    if (prefixed := _HEXADECIMAL.fullmatch(text)) is not None:
+        text = f"{prefixed[2]}_{ {'x': '{16}', 'b': '2', 'o': '8'}[prefixed[1]] }"
     match = _NUMERAL.fullmatch(text)
     if match is None:
         return None
-    name = (match[2] or match[3]).lower()
+    name = (match[2] or match[3] or match[4]).lower()
     base = _BASES.get(name) or (int(name) if name.isdecimal() else 0)
     digits = match[1].lower()
     if not 2 <= base <= 36 or any(int(digit, 36) >= base for digit in digits):
@@ -231,9 +320,10 @@ def _congruence(text: str) -> str:
     parts = _CONGRUENT.split(text[: modulus.start()] if modulus else text)
     left, right = ("", parts[0]) if len(parts) == 1 else (parts[0], parts[-1])
     left, right, size = ("".join(part.split()) for part in (left, right, (modulus[1] or modulus[2]) if modulus else ""))
-    if re.fullmatch(r"-?\d{1,18}", right) and re.fullmatch(r"[1-9]\d{0,17}", size):
-        right = str(int(right) % int(size))
-    return f"{left}≡{right.strip('()')} mod {size}"
+    residues = right.strip("()").split(",")
+    if re.fullmatch(r"[1-9]\d{0,17}", size):
+        residues = [str(int(each) % int(size)) if re.fullmatch(r"-?\d{1,18}", each) else each for each in residues]
+    return f"{left if len(left) > 1 else ''}≡{','.join(sorted(residues))} mod {size}"
 
 
 def _words(plain: str) -> str | None:
@@ -260,3 +350,30 @@ def with_variable(text: str, other: str) -> str:
 def sides(text: str) -> list[str]:
     """Return the sides of a chain of equations, such as `x = 3 + 4 = 7`; a text without `=` is its only side."""
     return [text] if re.search(r"[,;]|\\begin|\\text", text) else re.split(r"(?<![<>!\\:])=(?!=)", text)
+
+
+def listed(text: str) -> tuple[str, list[str]] | None:
+    r"""Return the opening bracket ("" for none) and the elements of a list, tuple or set of values; None for others.
+
+    Equations, relations, and lists with words or dots are left to algebra.
+    """
+    if _NO_LIST.search(text) is not None:
+        return None
+    text = re.sub(r"\\[,;:! ]", " ", text).strip()
+    opened = re.match(r"\(|\[|\\?\{", text)
+    bracket = opened[0] if opened is not None and text.endswith(_CLOSING[opened[0]]) else ""
+    parts = _elements(text[len(bracket) : len(text) - len(bracket)])
+    if parts is None:  # as of (1,2),(3,4)
+        bracket, parts = "", _elements(text)
+    return None if parts is None or len(parts) < 2 else (r"\{" if bracket == "{" else bracket, parts)
+
+
+def _elements(text: str) -> list[str] | None:
+    """Split a text at the commas outside brackets; None if the brackets do not match."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if depth < 0:
+            return None
+        parts = [*parts, ""] if letter == "," and not depth else [*parts[:-1], parts[-1] + letter]
+    return None if depth else [part.strip() for part in parts]

@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 import unicodedata
 from fractions import Fraction
+from functools import lru_cache
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _SIGNS = {
-    "−": "-",
-    "–": "-",
-    "﹣": "-",
+    **dict.fromkeys("−–‐‑‒", "-"),
     "×": r"\times ",
     "·": r"\cdot ",
     "⋅": r"\cdot ",
@@ -38,22 +37,34 @@ _SIGNS = {
     "±": r"\pm ",
     "…": r"\ldots ",
     "⋯": r"\ldots ",
-    "°": r"^\circ ",
-    "％": "%",
+    **dict.fromkeys("°º˚", r"^\circ "),
+    "→": r"\to ",
+    "∈": r"\in ",
+    "∖": r"\setminus ",
+    "△": r"\triangle ",
+    "∠": r"\angle ",
+    "•": r"\cdot ",
+    "∣": "|",
+    "′": "'",
+    "“": '"',
+    "”": '"',
     "。": ".",
     "、": ",",
     **{unicodedata.lookup(f"GREEK SMALL LETTER {name.upper()}"): rf"\{name} " for name in (
         "alpha", "beta", "gamma", "delta", "theta", "phi", "sigma", "omega",
     )},
 }  # fmt: skip
-_VULGAR = re.compile("[¼-¾⅐-⅞]")  # ½ and its kin: Unicode gives each its numerator and denominator
+_VULGAR = re.compile("[¼-¾⅐-⅞]|[⁰¹²³⁴-⁹]+[⁄∕][₀-₉]+")  # ½ and its kin: Unicode gives each its numerator and denominator
 
 _JOINS = frozenset(("and", "or", "percent", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "infinity"))
-_GAP = r"(?:\\[,;:! ]|~|\{,\}|\{\\,\}|,\\!|\\thinspace(?![a-zA-Z])|['\u2019])"
+_GAP = r"(?:\\[,;:! ]|~|(?:\\(?:text|mathord|mathpunct))?\{,\}|\{\\,\}|,\\!|\\thinspace(?![a-zA-Z])|['\u2019])"
 _THOUSANDS = re.compile(rf"(?<![\d.,\w])[1-9]\d{{0,2}}(?:{_GAP}\s?\d{{3}})+(?!\d)")
 _WHOLE_THOUSANDS = re.compile(
-    r"([-+]?[$€£¥]?)([1-9]\d{0,2}(?:,\d{3})+|[1-9]\d{0,2}(?: \d{3})+)((?:\.\d+)?\s*(?:\\?%)?)"
+    r"([-+]?[$€£¥]?)([1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+|(?:_\d{3})+|(?:\.\d{3}){2,}))((?:\.\d+)?\s*(?:\\?%)?)"
 )
+# In a list whose separators are followed by spaces.
+_LISTED_THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)")
+_GAPS_IN_DECIMALS = re.compile(rf"(?<![\d.])\d*\.\d{{3}}(?:{_GAP}\d{{3}})*{_GAP}\d{{1,3}}(?!\d)")
 E_NOTATION = re.compile(r"(?<![\w.\\}])(?:\d+\.\d+[eE][+-]?\d+|\d+[eE](?:[+-]\d{2,}|\d{2,}))(?![\w.]*[\w(])")
 _ONE_E_NOTATION = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 _MIXED = re.compile(
@@ -61,51 +72,115 @@ _MIXED = re.compile(
     r"(?:(?<=[\s~,;:])(?P<a>\d+)\s?/\s?(?P<b>\d+)(?![\d/.])|\\[dtc]?frac\s*(?:\{\s*(?P<c>\d+)\s*\}\s*\{\s*(?P<d>\d+)\s*\}|(?P<e>\d)(?P<f>\d)))"
 )
 _FORMATS = re.compile(
-    r"\\(?:textcolor|colorbox|color)\s*\{[^{}]*\}|\\color\s*\{[^{}]*\}"
-    r"|\\(?:mathbf|boldsymbol|bm|pmb|underline|textbf|textit|mathit|emph|mathop|textrm|textsf)(?![a-zA-Z])"
+    r"\\fcolorbox\s*\{[^{}]*\}\s*\{[^{}]*\}|\\(?:textcolor|colorbox|color|[hv]?phantom|label|tag\*?)\s*\{[^{}]*\}"
+    r"|\\(?:begin|end)\s*\{(?:aligned|align\*?|gathered|equation\*?|split)\}"
+    r"|\\(?:mathbf|boldsymbol|bm|pmb|underline|textbf|textit|mathit|emph|mathop|textrm|textsf|mathsf|mathtt|texttt)(?![a-zA-Z])"
+    r"|\\(?:ensuremath|hbox|framebox|tiny|small|normalsize|large|Large|LARGE|huge|Huge|nonumber|notag)(?![a-zA-Z])"
     r"|\\(?:displaystyle|textstyle|left|right|bigl|bigr|Bigl|Bigr|big|Big|mathstrut|limits|rm|bf)(?![a-zA-Z])|\\[()\[\]]"
+    r"|(?:\\q?quad|\s)*\\(?:blacksquare|square|qed|Box)\s*$"
 )
-_LETTER = re.compile(r"\\(?:mathrm|operatorname|text|textnormal)\s*\{\s*([ei])\s*\}|\{\s*\\rm\s+([ei])\s*\}")
-_TEXT_NUMBER = re.compile(r"\\(?:text|mathrm|textnormal|mbox)\s*\{\s*([-+]?[\d.,]+)\s*\}")
+_LETTER = re.compile(
+    r"\\(?:mathrm|operatorname|text|textnormal)\s*\{\s*([ei])\s*\}"
+    r"|\{\s*\\rm\s+([ei])\s*\}|\\mathrm\s+([ei])(?![a-zA-Z])"
+)
+_TEXT_NUMBER = re.compile(r"\\(?:text|mathrm|textnormal|mbox)\s*\{\s*([-+]?[\d.,]+(?:\s*\\?%)?)\s*\}")
 _PLAIN_NAMES = re.compile(
-    r"(?<![a-zA-Z\\])(pi|theta|alpha|beta|gamma|delta|epsilon|lambda|mu|rho|sigma|tau|phi|omega|oo|infinity|infty"
-    r"|sin|cos|tan|cot|sec|csc|log|ln|exp)(?![a-zA-Z])"
+    r"(?<![a-zA-Z\\])(pi|Pi|PI|theta|alpha|beta|gamma|delta|epsilon|lambda|mu|rho|sigma|tau|phi|omega|oo|infinity|infty"
+    r"|a(?:rc)?(?:sin|cos|tan)|sin|cos|tan|cot|sec|csc|log|ln|exp)(?![a-zA-Z])"
 )
+_LATEX_NAMES = {"oo": "infty", "infinity": "infty", "Pi": "pi", "PI": "pi",
+                "asin": "arcsin", "acos": "arccos", "atan": "arctan"}  # fmt: skip
 _NESTED = r"((?:[^{}]|\{[^{}]*\})*)"
 # TeX's old infix commands, in braces or as the whole answer.
 _INFIX = re.compile(rf"\{{{_NESTED}\\(over|choose)(?![a-zA-Z]){_NESTED}\}}")
 _SPACE = r"(?:\\[,;:! ]|~|\\(?:q?quad|thinspace)(?![a-zA-Z]))"
-_ROOT = re.compile(r"(?:\\?(?<![a-zA-Z])sqrt|√)\s*(?=[(\d\w])")
+# Functions of plain text, and what stands around their argument in LaTeX.
+_CALLS = {"sqrt": (r"\sqrt{", "}"), "√": (r"\sqrt{", "}"), "cbrt": (r"\sqrt[3]{", "}"), "∛": (r"\sqrt[3]{", "}"),
+          "∜": (r"\sqrt[4]{", "}"), "abs": ("|", "|"), "floor": (r"\lfloor ", r"\rfloor "),
+          "ceil": (r"\lceil ", r"\rceil ")}  # fmt: skip
+_CALL = re.compile(r"(?:\\?(?<![a-zA-Z])(sqrt|cbrt)|([√∛∜]))\s*(?=[(\d\w])|(?<![a-zA-Z\\])(abs|floor|ceil)\s*(?=\()")
 _ANSWER = re.compile(
-    r"(?i)(?:\banswers?\b|(?<![a-z])(?:answers?))(?:\s+\w+){0,4}?\s*(?:\*\*)?\s*(?:\bis\b|\bare\b|[:=])\s*(?:\*\*)?:?|(?:答案|答え|答|정답|답)(?:就?是|为|為|は)?\s*[:：]?"
+    r"(?i)(?:\b(?:answers?|(?:correct|right) (?:option|choice)"
+    r"|antwort|respuesta|réponse|risposta|resposta|ответ|jawaban)\b"
+    r"|(?<![a-z])answers?)(?:\s+\w+){0,4}?\s*(?:\*\*)?\s*(?:\b(?:is|are|be)\b|[:=])\s*(?:\*\*)?:?"
+    r"|(?:答案|答え|答|정답|답)(?:就?是|为|為|は)?\s*[:：]?"
 )
+_TAGGED = re.compile(r"(?is)<(\w*answer)>((?:(?!<\1>).)*?)</\1>")
 _ASIAN = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 _SENTENCE_END = re.compile(r"\.(?=\s|\*|$)|\n|;\s|,\s(?=[a-z]{3,})|\s(?=(?:because|since|as|so|where|which|for)\b)")
-_NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+)"
+_NUMBER = (
+    r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|[1-9]\d{0,2}(?: \d{3})+(?!\d|-?[a-zA-Z])(?:\.\d+)?"
+    r"|\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+)"
+)
 _CANDIDATE = re.compile(
     r"\$\$(?P<a>[^$]+)\$\$|(?<![\\\d])\$(?P<b>[^$\n]+)\$|\\\[(?P<c>.*?)\\\]|\\\((?P<d>.*?)\\\)"
     r"|(?P<e>[-+\w.(]*\\(?:d?t?frac|sqrt|pi|infty|times|cdot)(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|[^\s{}])*)"
     rf"|(?P<f>(?<![\w.])[-+]?(?:\\?[$€£¥])?\(?{_NUMBER}(?:\s?\d+/\d+)?(?:\s*[-+*/^]\s*\(?-?{_NUMBER}\)?)*(?:\s*(?:\\?%|percent\b))?)",
     re.DOTALL,
 )
-_OUTER = (("$$", "$$"), ("$", "$"), ("**", "**"), ("__", "__"), ("`", "`"), ("*", "*"))
+_OUTER = (("$$", "$$"), ("$", "$"), ("**", "**"), ("__", "__"), ("`", "`"), ("*", "*"), ('"', '"'))
+# Spellings of LaTeX and of plain text, each with the one that math-verify reads.
+_SPELLINGS = tuple((re.compile(pattern), spelling) for pattern, spelling in (
+    (r"\\[hv]space\*?\s*\{[^{}]*\}|\\(?:[hm]skip|kern|mkern)\s*-?[\d.]+\s*(?:pt|em|ex|mu|cm|mm)", r"\\,"),
+    (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
+    (r"(?<!\\)\{\}", ""),
+    (r"\{(\\[ ,;:!]|\.)\}", r"\1"),
+    (r"^\((.*\d\s*\\?%)\)$", r"\1"),
+    # e-notation, and thousands before a factor.
+    (r"(?<=\d)(?:\s|\\,)*(?:[eE]|\\(?:text|mathrm)\s*\{E\})\s*\{\s*([-+]?\d+)\s*\}", r"e\1"),
+    (r"(?<=\d)\\(?:text|mathrm)\s*\{\s*[eE]([-+]?\d+)\s*\}|(?<=\d)\s+E([-+]\d+)", r"e\1\2"),
+    (r"(?<![\d,.])([1-9]\d{0,2}),(0\d\d)(?!,?\d)", r"\1\2"),
+    (r"\\(?:nice|s|flat|x)frac(?![a-zA-Z])", r"\\frac"),
+    (r"\\[dtc]?frac\s*(\\[a-zA-Z]+|[a-z])\s*(\d|[a-z])(?![a-zA-Z])", r"\\frac{\1}{\2}"),
+    (r"(\\sqrt\s*\[\d+\])\s*(\w)", r"\1{\2}"),
+    (r"\^\s*\{?(\d+)\}?\s*/\s*_\s*\{?(\d+)\}?", r"\1/\2"),
+    (r"\\uppi(?![a-zA-Z])", r"\\pi "),
+    (r"\\langle(?![a-zA-Z])", "("),
+    (r"\\rangle(?![a-zA-Z])", ")"),
+    (r"^\s*[—―]\s*(?=[\d.$\\(])", "-"),
+    (r"(?<=\d)\s*[xX]\s*(?=10\s*(?:\^|\*\*))", r"\\times "),
+    (r"(?<=\d)\s*\((?=\d+/\d+\))", r"\\cdot ("),  # no mixed number
+    (r"(?<=\d)\s*(?:\{:\}|\\colon(?![a-zA-Z])|\\text\s*\{:\}|(?:\\!)?:(?:\\!)?)\s*(?=\d)", ":"),
+    (r"\\d?frac\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*\}\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*\}",
+     r"\\text{\1/\2}"),
+    (r"(\\(?:text|mathrm)\s*\{[^{}]*?)\s*\^\s*\{?(-?\d)\}?\s*\}", r"\1}^{\2}"),
+    (r"\\?text\s*\{\s*(?:all )?real(?: number)?s\s*\}|^all real(?: number)?s$", r"\\mathbb{R}"),
+    (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
+    # An interval in French notation, and the set of the numbers for which a relation holds.
+    (r"((?:^|\\cup)\s*)\]([^\[\](){}]+[,;][^\[\](){}]+)(?=[\[\]]\s*(?:$|\\cup))", r"\1(\2"),
+    (r"((?:^|\\cup)\s*[(\[][^\[\](){}]+[,;][^\[\](){}]+)\[(?=\s*(?:$|\\cup))", r"\1)"),
+    (r"^\\?\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid(?![a-zA-Z])|[|:])(.*)\\?\}$", r"\1"),
+    (r"^([(\[][^,;]*);([^,;]*[)\]])$", r"\1,\2"),
+    # Repeating decimals.
+    (r"(\d*\.\d*)\((\d+)\)$", r"\1\\overline{\2}"),
+    (r"(?<=[\d.])\\dot\s*\{?(\d)\}?$", r"\\overline{\1}"),
+    (r"(?<=[\d.])\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?$", r"\\overline{\1\2\3}"),
+    (r"^([-+]?\d*\.\d*?)(?:(\d)\2{2,}|(\d{2,})\3+)\s*(?:\.{3,}|\\[lc]?dots)$", r"\1\\overline{\2\3}"),
+    (r"^([-+]?\d*\.\d+)\s*(?:\.{3,}|\\[lc]?dots)$", r"\1"),
+))  # fmt: skip
 
 
 def clean(text: str) -> str:
     """Return an answer's text with the same value in LaTeX: no colours, no Markdown, no signs, plain numbers."""
     text = typography(text)
-    text = _LETTER.sub(lambda match: match[1] or match[2], _TEXT_NUMBER.sub(r"\1", text))
+    text = _LETTER.sub(lambda match: match[1] or match[2] or match[3], _TEXT_NUMBER.sub(r"\1", text))
     text = _FORMATS.sub("", text)
     text = re.sub(r"(?<=[,+])\s*\.{3,}", r"\\ldots ", text)  # of a list; other full stops at the end mean nothing
-    text = re.sub(r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset ", text)
-    text = _undressed(_prefixed(text))
+    text = _prefixed(text).strip().strip("$").strip()
+    for pattern, spelling in _SPELLINGS:
+        text = pattern.sub(spelling, text)
+    text = _undressed(text)
     text = re.sub(
-        r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\(?:circ|degree)(?![a-zA-Z]))|\\degree(?![a-zA-Z])", r"^\\circ", text
+        r"\^\s*(?:\{\s*\^?\s*(?:\\(?:circ|degree)|o)\s*\}|\\(?:circ|degree)(?![a-zA-Z])|o(?![a-zA-Z]))|\\degree(?![a-zA-Z])",
+        r"^\\circ",
+        text,
     )
     text = plain_numbers(text)
     whole = _WHOLE_THOUSANDS.fullmatch(text)
     if whole:
-        text = whole[1] + re.sub("[ ,]", "", whole[2]) + whole[3]
+        text = whole[1] + re.sub("[ ,_.]", "", whole[2]) + whole[3]
+    if re.search(r",\s", text):
+        text = _LISTED_THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     if _ONE_E_NOTATION.fullmatch(text):
         text = decimal(text)
     return _latex_names(text).strip()
@@ -114,15 +189,17 @@ def clean(text: str) -> str:
 def stated_answer(text: str) -> str | None:
     """Return the final answer of a text without a box; None if it has none.
 
-    That is what follows the last "the answer is", up to the end of the sentence if it is a value or a few words, else
-    the first value after it; without such words it is the last formula or number.
+    That is what the last <answer> holds, or what follows the last "the answer is", up to the end of the sentence if it
+    is a value or a few words, else the first value after it; without such words it is the last formula or number.
     """
+    if (tagged := tagged_answer(text)) is not None:
+        return tagged
     text = _ANSWER.sub(lambda match: match[0] if match[0].isascii() else " answer: ", text)
     text = _ASIAN.sub(" ", re.sub("[。，；]", ". ", text))
     text = plain_numbers(typography(text))
     places = [match.end() for match in _ANSWER.finditer(text)]
     if not places:
-        values = _values(text)
+        values = _values(text) or re.findall(r"^\W*([A-Z])\W*$", text)  # a choice alone
         return values[-1] if values else None
     rest = text[places[-1] :]
     sentence = _undressed(_SENTENCE_END.split(rest.strip(), maxsplit=1)[0])
@@ -133,6 +210,17 @@ def stated_answer(text: str) -> str | None:
         return sentence
     values = _values(rest[:200])
     return values[0] if values else None
+
+
+def tagged_answer(text: str) -> str | None:
+    """Return the content of the last pair of <answer> tags; None without one."""
+    found = _TAGGED.findall(text)
+    return found[-1][1].strip() if found else None
+
+
+def states_answer(text: str) -> bool:
+    """Tell whether a text says what its answer is."""
+    return _ANSWER.search(text) is not None
 
 
 def _values(text: str) -> list[str]:
@@ -148,17 +236,30 @@ def _values(text: str) -> list[str]:
 
 
 def typography(text: str) -> str:
-    """Return the text with typographic signs as LaTeX: superscripts, roots, fractions, full-width characters."""
+    """Return the text with typographic signs as LaTeX: superscripts, roots, fractions, spaces, digits."""
+    text = _VULGAR.sub(lambda match: " " + unicodedata.normalize("NFKC", match[0]).replace("⁄", "/"), text)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda match: f"_{{{match[0].translate(_SUBSCRIPTS)}}}", text)
-    text = _VULGAR.sub(lambda match: " " + unicodedata.normalize("NFKC", match[0]).replace("⁄", "/"), text)
-    text = "".join(_SIGNS.get(letter, letter) for letter in text)
-    return re.sub("[\u00a0\u2009\u202f]", r"\\,", text)
+    return "".join(map(_typed, text))
+
+
+@lru_cache(maxsize=4096)
+def _typed(letter: str) -> str:
+    """Return a character as LaTeX, or as a keyboard types it; "" for one without a width."""
+    if letter.isascii() or letter in _SIGNS:
+        return _SIGNS.get(letter, letter)
+    kind, plain = unicodedata.category(letter), unicodedata.normalize("NFKC", letter)
+    if kind in ("Cf", "Zs"):
+        return "" if kind == "Cf" else r"\,"
+    if kind == "Nd":
+        return str(unicodedata.decimal(letter))
+    return rf"\mathbb{{{plain}}}" if "DOUBLE-STRUCK" in unicodedata.name(letter, "") else _SIGNS.get(plain, plain)
 
 
 def plain_numbers(text: str) -> str:
     """Return the text with its thousands without gaps, e-notation as decimals, mixed numbers as fractions."""
-    text = _THOUSANDS.sub(lambda match: re.sub(rf"{_GAP}\s?", "", match[0]), text)
+    for pattern in (_THOUSANDS, _GAPS_IN_DECIMALS):
+        text = pattern.sub(lambda match: re.sub(rf"{_GAP}\s?", "", match[0]), text)
     text = E_NOTATION.sub(lambda match: decimal(match[0]), text)
     return _MIXED.sub(_improper, text)
 
@@ -215,14 +316,17 @@ def _unbraced(text: str) -> str:
 
 def _latex_names(text: str) -> str:
     """Return `3*pi` as LaTeX: names of functions and constants, roots and powers of plain text."""
-    text = text.replace("**", "^").replace("*", r"\cdot ")
-    text = _PLAIN_NAMES.sub(lambda match: rf"\{'infty' if match[1] in ('oo', 'infinity') else match[1]} ", text)
+    text = re.sub(r"\*\s*I(?![a-zA-Z])", "i", text.replace("**", "^")).replace("*", r"\cdot ")
+    text = re.sub(r"\^\s*(-\s*(?:\d+|[a-zA-Z]))", r"^{\1}", text)
+    text = re.sub(r"(?<![a-zA-Z\\])log_?(\d+)\s*(?=\()", r"\\log_{\1}", text)
+    text = _PLAIN_NAMES.sub(lambda match: rf"\{_LATEX_NAMES.get(match[1], match[1])} ", text)
     start = 0
-    while (match := _ROOT.search(text, start)) is not None:
+    while (match := _CALL.search(text, start)) is not None:
         end = _argument_end(text, match.end())
         inner = text[match.end() : end]
         inner = inner[1:-1] if inner.startswith("(") else inner
-        text, start = rf"{text[: match.start()]}\sqrt{{{inner}}}{text[end:]}", match.start() + 6
+        before, after = _CALLS[match[1] or match[2] or match[3]]
+        text, start = f"{text[: match.start()]}{before}{inner}{after}{text[end:]}", match.start() + len(before)
     return text
 
 

@@ -183,6 +183,14 @@ def test_the_full_files_own_answers_are_right() -> None:
     ("text", "expected"),
     [
         ("The volume is \\boxed{18\\text{ cm}^3}.", "18"),
+        ("<answer>30</answer> after 4 steps", "30"),
+        ("\\boxed{30 = 5\\times6}", "30"),
+        ("\\boxed{3\\frac12}", "7/2"),
+        ("#### ３０", "30"),
+        ("#### \u201330", "-30"),
+        ("#### 12\u2007000", "12000"),
+        ("#### 12\u200b000", "12000"),
+        ("#### 12，000", "12000"),
         ("The final answer is \\boxed{5}. (See step 2.)", "5"),
         ("First \\boxed{4}, no: \\boxed{6}, which is 2 more.", "6"),
         ("\\boxed{x}, so 7", "7"),  # no number in the box

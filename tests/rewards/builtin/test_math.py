@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rewards.builtin.math import _parse, canonical, compare, last_boxed, math
+from megarl.rewards.builtin.math import _parse, canonical, check_row, compare, last_boxed, math
 from megarl.rewards.types import RewardInput
 from megarl.rewards.worker_pool import RewardPool
 from tests.support.checkout import EXCERPTS
@@ -130,6 +130,15 @@ def test_the_page_shows_the_decisions() -> None:
         ("10 + 10 = 20", "20", 1.0),
         ("There are **6** ways.", "6", 1.0),
         ("The answer is one half", "1/2", 0.0),
+        ("<answer>7</answer> No: <answer>12</answer> (9 steps)", "12", 1.0),
+        ("<answer>7</answer> No: <answer>12</answer>", "7", 0.0),
+        ("The answer is 36." + " This agrees with the working above." * 300, "36", 1.0),
+        ("The total is 45 000.", "45000", 1.0),
+        ("The answer seems to be B.", "B", 1.0),
+        ("The correct option is C.", "C", 1.0),
+        ("Antwort: C", "C", 1.0),
+        ("**C**", "C", 1.0),
+        ("It is 90.", "He runs 40 km, then 50 km.\n\nTherefore, the answer is: 90.", 1.0),
     ],
 )
 def test_answers_without_a_box(response: str, answer: str, score: float) -> None:
@@ -143,6 +152,7 @@ def test_answers_without_a_box(response: str, answer: str, score: float) -> None
         (r"<think>First \boxed{7}. No.</think> The answer is 9.", 0.0),
         (r"a </think> \boxed{8} </think> \boxed{7}", 1.0),
         (r"<think>Perhaps \boxed{7}; let me check the", 0.0),  # cut in its reasoning
+        (r"<think>a</think> \boxed{7} <think>Or perhaps", 0.0),  # and so in its second one
         (r"\boxed{7} is what I think.", 1.0),
     ],
 )
@@ -269,6 +279,12 @@ def test_the_same_answer_of_a_group_is_compared_once(monkeypatch: pytest.MonkeyP
 def test_a_reference_that_cannot_be_read_is_an_error() -> None:
     with pytest.raises(ValueError, match="cannot be read by math-verify"):
         math(RewardInput("", r"\boxed{1}", answer=""))
+
+
+@pytest.mark.parametrize("answer", ["", " ", "NaN", "nan", "Some words\n####", r"\boxed{}"])
+def test_a_row_without_an_answer_is_refused_when_it_is_read(answer: str) -> None:
+    with pytest.raises(ValueError, match="is missing"):
+        check_row(answer, {})
 
 
 def test_outside_the_main_thread() -> None:
