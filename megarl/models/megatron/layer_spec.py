@@ -181,6 +181,9 @@ def block_spec(info: ModelInfo, config: TransformerConfig, vp_stage: int | None)
 
 def _engine_block(info: ModelInfo, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    if not _has_packed_kernel(config):
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
     if info.mla:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
@@ -194,6 +197,16 @@ def _engine_block(info: ModelInfo, config: TransformerConfig, vp_stage: int | No
             attention = layer.submodules.self_attention.submodules
             attention.linear_q_down_proj = attention.linear_kv_down_proj = TEColumnParallelLinear
     return block
+
+
+def _has_packed_kernel(config: TransformerConfig) -> bool:
+    """Tell whether Transformer Engine has a kernel for packed sequences of this precision on this GPU.
+
+    cuDNN's needs bf16 and Hopper or newer, flash-attn's bf16 (transformer-engine 2.20.2, `get_attention_backend` and
+    nvte_get_fused_attn_backend_v2). Without one it pads the sequences, and keeps all scores for the backward pass.
+    """
+    newer = torch.cuda.get_device_capability() >= (9, 0)
+    return config.params_dtype == torch.bfloat16 and (newer or importlib.util.find_spec("flash_attn") is not None)
 
 
 def _local_layer(info: ModelInfo, config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
