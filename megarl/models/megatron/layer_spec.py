@@ -133,6 +133,9 @@ class PackedAttention(torch.nn.Module):
         value_size, key_size = v_BGKC.shape[-1], q_BNRD.shape[-1]
         if value_size < key_size:
             v_BGKC = torch.nn.functional.pad(v_BGKC, (0, key_size - value_size))
+        if not _takes_groups(q_BNRD, masked=mask_RK is not None):
+            heads = q_BNRD.shape[1] // k_BGKD.shape[1]
+            k_BGKD, v_BGKC = k_BGKD.repeat_interleave(heads, 1), v_BGKC.repeat_interleave(heads, 1)
         out_BNRC = torch.nn.functional.scaled_dot_product_attention(
             q_BNRD,
             k_BGKD,
@@ -143,6 +146,12 @@ class PackedAttention(torch.nn.Module):
             enable_gqa=q_BNRD.shape[1] != k_BGKD.shape[1],
         )
         return out_BNRC[..., :value_size]
+
+
+def _takes_groups(queries: torch.Tensor, *, masked: bool) -> bool:
+    """Tell whether a fused kernel takes fewer key than query heads: on CUDA only flash attention (torch 2.13), which
+    takes neither fp32 nor a mask. Without a fused kernel all scores are kept for the backward pass."""
+    return not queries.is_cuda or (queries.dtype != torch.float32 and not masked)
 
 
 @lru_cache(maxsize=2)

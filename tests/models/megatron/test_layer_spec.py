@@ -170,3 +170,19 @@ def test_packed_sequences_get_a_kernel_where_transformer_engine_has_none(
         spec._engine_block(SimpleNamespace(mla=None), _config(params_dtype=dtype), None)  # type: ignore[arg-type]
     chosen = {layer.submodules.self_attention.submodules.core_attention for layer in layers}
     assert chosen == {PackedAttention if own else theirs}
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_key_heads_are_repeated_where_no_kernel_takes_groups(window: int | None) -> None:
+    """On CUDA in fp32 or with a mask, where torch would keep all scores; the result is the same."""
+    q, k, v = torch.randn(16, 4, 8), torch.randn(16, 2, 8), torch.randn(16, 2, 8)
+    attention = PackedAttention(_config(window_size=None if window is None else (window - 1, 0)))
+    expected = attention(q, k, v, packed_seq_params=_params([7, 9]))
+    with patch.object(spec, "_takes_groups", lambda queries, *, masked: False):
+        torch.testing.assert_close(attention(q, k, v, packed_seq_params=_params([7, 9])), expected)
+    for dtype, masked, cuda, takes in (
+        (torch.bfloat16, False, True, True), (torch.bfloat16, True, True, False), (torch.float32, False, True, False),
+        (torch.float32, True, False, True),
+    ):  # fmt: skip
+        queries: Any = SimpleNamespace(dtype=dtype, is_cuda=cuda)
+        assert spec._takes_groups(queries, masked=masked) is takes
