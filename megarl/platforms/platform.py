@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -54,6 +56,7 @@ def check_transformer_engine() -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         return
     try:
+        _load_packaged_libraries()
         import transformer_engine.pytorch  # noqa: F401
     except Exception as error:
         raise InstallationError(
@@ -62,6 +65,20 @@ def check_transformer_engine() -> None:
             "built on this machine for the installed torch: run `make setup-gpu`, or uninstall transformer-engine to "
             "use Megatron's own, slower modules"
         ) from error
+
+
+def _load_packaged_libraries() -> None:
+    """Load all parts of the installed packages' cuDNN, and their NVRTC, before Transformer Engine looks for them.
+
+    Where it finds a CUDA toolkit (CUDA_HOME, /usr/local/cuda, ...), version 2.20.2 (common/__init__.py) loads the
+    toolkit's NVRTC, which compiles its norms and may be of another CUDA, and not the parts of cuDNN that its own
+    library needs: its import then fails.
+    """
+    nvidia = importlib.util.find_spec("nvidia")
+    for folder in (nvidia and nvidia.submodule_search_locations) or ():
+        for pattern in ("cudnn/lib/libcudnn*.so.*", "cu*/lib/libnvrtc.so.*"):
+            for library in sorted(Path(folder).glob(pattern)):
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 @dataclass(frozen=True)

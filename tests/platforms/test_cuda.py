@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -79,3 +80,28 @@ def test_half_an_installation_of_transformer_engine_is_named(tmp_path: Path) -> 
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
     assert "InstallationError" in last and "FileNotFoundError: Could not find" in last and "make setup-gpu" in last
+
+
+def test_transformer_engine_finds_the_packages_libraries_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Next to a CUDA toolkit it would load the toolkit's NVRTC and not the parts of cuDNN that its library needs."""
+    files = ("cudnn/lib/libcudnn.so.9", "cudnn/lib/libcudnn_graph.so.9", "cu13/lib/libnvrtc.so.13")
+    for file in (*files, "cu13/lib/libnvrtc-builtins.so.13.0"):
+        (tmp_path / "nvidia" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "nvidia" / file).touch()
+    engine = tmp_path / "transformer_engine" / "pytorch"
+    engine.mkdir(parents=True)
+    (engine.parent / "__init__.py").touch()
+    (engine / "__init__.py").write_text("import ctypes; ctypes.CDLL('its own')")
+    loaded: list[str] = []
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("nvidia", "transformer_engine")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(ctypes, "CDLL", lambda library, mode=0: loaded.append(library))
+    platform.check_transformer_engine()
+    ours = [str(tmp_path / "nvidia" / file) for file in files]
+    assert [each for each in loaded if each in ours] == ours and loaded[-1] == "its own"
+    assert not any("builtins" in each for each in loaded)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+        del sys.modules[name]

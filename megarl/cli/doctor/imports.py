@@ -35,7 +35,9 @@ class Part:
 
 
 TRANSFORMER_ENGINE = Part(
-    "import Transformer Engine", "import torch, transformer_engine.pytorch" + _SHOW_CUDNN, "transformer_engine",
+    "import Transformer Engine",
+    "from megarl.platforms.platform import check_transformer_engine; check_transformer_engine()" + _SHOW_CUDNN,
+    "transformer_engine",
     "build its torch extension: make gpu-te; or pip uninstall transformer-engine for Megatron's own, slower modules",
 )  # fmt: skip
 PARTS = (

@@ -133,6 +133,9 @@ class PackedAttention(torch.nn.Module):
         value_size, key_size = v_BGKC.shape[-1], q_BNRD.shape[-1]
         if value_size < key_size:
             v_BGKC = torch.nn.functional.pad(v_BGKC, (0, key_size - value_size))
+        if not _takes_groups(q_BNRD, masked=mask_RK is not None):
+            heads = q_BNRD.shape[1] // k_BGKD.shape[1]
+            k_BGKD, v_BGKC = k_BGKD.repeat_interleave(heads, 1), v_BGKC.repeat_interleave(heads, 1)
         out_BNRC = torch.nn.functional.scaled_dot_product_attention(
             q_BNRD,
             k_BGKD,
@@ -143,6 +146,12 @@ class PackedAttention(torch.nn.Module):
             enable_gqa=q_BNRD.shape[1] != k_BGKD.shape[1],
         )
         return out_BNRC[..., :value_size]
+
+
+def _takes_groups(queries: torch.Tensor, *, masked: bool) -> bool:
+    """Tell whether a fused kernel takes fewer key than query heads: on CUDA only flash attention (torch 2.13), which
+    takes neither fp32 nor a mask. Without a fused kernel all scores are kept for the backward pass."""
+    return not queries.is_cuda or (queries.dtype != torch.float32 and not masked)
 
 
 @lru_cache(maxsize=2)
@@ -181,6 +190,9 @@ def block_spec(info: ModelInfo, config: TransformerConfig, vp_stage: int | None)
 
 def _engine_block(info: ModelInfo, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    if not _has_packed_kernel(config):
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
     if info.mla:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
@@ -194,6 +206,16 @@ def _engine_block(info: ModelInfo, config: TransformerConfig, vp_stage: int | No
             attention = layer.submodules.self_attention.submodules
             attention.linear_q_down_proj = attention.linear_kv_down_proj = TEColumnParallelLinear
     return block
+
+
+def _has_packed_kernel(config: TransformerConfig) -> bool:
+    """Tell whether Transformer Engine has a kernel for packed sequences of this precision on this GPU.
+
+    cuDNN's needs bf16 and Hopper or newer, flash-attn's bf16 (transformer-engine 2.20.2, `get_attention_backend` and
+    nvte_get_fused_attn_backend_v2). Without one it pads the sequences, and keeps all scores for the backward pass.
+    """
+    newer = torch.cuda.get_device_capability() >= (9, 0)
+    return config.params_dtype == torch.bfloat16 and (newer or importlib.util.find_spec("flash_attn") is not None)
 
 
 def _local_layer(info: ModelInfo, config: TransformerConfig, num_experts: int | None) -> ModuleSpec:

@@ -144,3 +144,45 @@ def test_rms_norm_is_the_formula(dtype: torch.dtype) -> None:
     expected = (x.float() / (x.float().pow(2).mean(-1, keepdim=True) + 1e-2).sqrt()).to(dtype) * norm.weight
     torch.testing.assert_close(norm(x), expected)
     assert norm(x).dtype == dtype and norm.weight.sequence_parallel is True
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "flash_attn", "own"),
+    [
+        ((9, 0), torch.bfloat16, False, False),
+        ((9, 0), torch.float32, True, True),
+        ((8, 0), torch.bfloat16, False, True),
+        ((8, 0), torch.bfloat16, True, False),
+    ],
+)
+def test_packed_sequences_get_a_kernel_where_transformer_engine_has_none(
+    capability: tuple[int, int], dtype: torch.dtype, flash_attn: bool, own: bool
+) -> None:
+    theirs = object()
+    layers = [SimpleNamespace(submodules=SimpleNamespace(self_attention=SimpleNamespace(submodules=SimpleNamespace(
+        core_attention=theirs)))) for _ in range(2)]  # fmt: skip
+    block, found = SimpleNamespace(layer_specs=layers), object() if flash_attn else None
+    with (
+        patch.object(torch.cuda, "get_device_capability", lambda: capability),
+        patch.object(spec.importlib.util, "find_spec", lambda name: found),
+        patch.object(spec, "get_gpt_decoder_block_spec", lambda *args, **kwargs: block),
+    ):
+        spec._engine_block(SimpleNamespace(mla=None), _config(params_dtype=dtype), None)  # type: ignore[arg-type]
+    chosen = {layer.submodules.self_attention.submodules.core_attention for layer in layers}
+    assert chosen == {PackedAttention if own else theirs}
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_key_heads_are_repeated_where_no_kernel_takes_groups(window: int | None) -> None:
+    """On CUDA in fp32 or with a mask, where torch would keep all scores; the result is the same."""
+    q, k, v = torch.randn(16, 4, 8), torch.randn(16, 2, 8), torch.randn(16, 2, 8)
+    attention = PackedAttention(_config(window_size=None if window is None else (window - 1, 0)))
+    expected = attention(q, k, v, packed_seq_params=_params([7, 9]))
+    with patch.object(spec, "_takes_groups", lambda queries, *, masked: False):
+        torch.testing.assert_close(attention(q, k, v, packed_seq_params=_params([7, 9])), expected)
+    for dtype, masked, cuda, takes in (
+        (torch.bfloat16, False, True, True), (torch.bfloat16, True, True, False), (torch.float32, False, True, False),
+        (torch.float32, True, False, True),
+    ):  # fmt: skip
+        queries: Any = SimpleNamespace(dtype=dtype, is_cuda=cuda)
+        assert spec._takes_groups(queries, masked=masked) is takes
