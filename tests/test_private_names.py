@@ -18,7 +18,6 @@ from tests.test_locks import pins
 # Package of the CPU lock, its version, and the names.
 PRIVATE: dict[tuple[str, str], tuple[str, ...]] = {
     ("megatron-core", "0.19.2"): (
-        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
         "megatron.core.parallel_state._global_process_group_list",
         "megatron.core.tensor_parallel.mappings._gather_along_first_dim",
         "megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim",

@@ -1,6 +1,6 @@
 """Long-lived worlds of ranks for tests: one per world size, given functions by import path.
 
-`World(4, starter).run("tests.support.ranks.training.policy:broadcast", layout={"tensor": 2})` calls that function on
+`World(4, starter).run("tests.support.ranks.training.policy:train", layout={"tensor": 2})` calls that function on
 every rank and returns the list of results in rank order. A rank's exception is raised here with its traceback. A silent
 rank is an error after `timeout` seconds, and the world is then killed (a world that failed is not reused).
 
