@@ -200,7 +200,9 @@ def call_of(
             arguments = json.loads(arguments, parse_constant=no_constant)
     if arguments is None or arguments == "":  # of a tool without parameters
         arguments = {}
-    reason = unusable({name: arguments}) if isinstance(arguments, dict) else f'"{arguments_key}" is no JSON object'
+    if not isinstance(arguments, dict):
+        return malformed(body, f'"{arguments_key}" is no JSON object')
+    reason = unusable({name: arguments})
     return malformed(body, reason) if reason else ToolCall(name, arguments)
 
 

@@ -97,6 +97,8 @@ if __name__ == "__main__":
         ({"tests": "try:\n    f('a')\nexcept TypeError:\n    pass\nelse:\n    raise E"}, 1),
         ({"tests": {"fn_name": "f", "inputs": [[1], [2]], "outputs": [2, 3]}}, 2),
         ({"tests": '{"fn_name": "f", "inputs": [[1]], "outputs": [2]}'}, 1),
+        ({"tests": {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[2], [3]]}}, 2),
+        ({"tests": "from solution import f\nassert f(1) == 2"}, 1),
     ],
 )
 def test_tests_run_as_their_form_means(row: dict[str, object], count: int) -> None:
