@@ -25,6 +25,10 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _TAIL_CHARACTERS = 3000  # a final answer without a box is at the end
 # A side of an equation without variables.
 _ARITHMETIC = re.compile(r"(?=.*\d)(?:[\d\s.+\-*/^(){}]|\\(?:frac|cdot|times|sqrt)(?![a-zA-Z]))+")
+_WHOLE = re.compile(r"[-+]?\d[\d,]*")
+_NUMBER = r"[-+]?\(?\d[\d,]*(?:\.\d+)?\)?"
+_SIGN = r"(?:[-*+/x\u00d7\u00b7\u00f7\u2212]|\\(?:times|cdot|div)(?![a-zA-Z]))"
+_OPERATION = re.compile(rf"\W*{_NUMBER}(?:\s*{_SIGN}\s*{_NUMBER})+\W*")
 # math-verify compares decimals to six places after the point; here six significant digits have to agree as well.
 _DECIMALS, _EXACT = 5e-6, 1e-12
 _OR = re.compile(r"(?<![a-zA-Z])or(?![a-zA-Z])|\\(?:lor|vee)(?![a-zA-Z])")
@@ -49,6 +53,8 @@ def math(sample: RewardInput, require_box: bool = False, answer_after: str | Non
     if content is None and not require_box and not _BOX.search(response):  # a box that was cut is no answer
         start = max(0, min(len(response) - _TAIL_CHARACTERS, response.lower().rfind("answer") % (len(response) + 1)))
         content = stated_answer(response[start : start + _TAIL_CHARACTERS])
+        if content and _WHOLE.fullmatch(sample.answer.strip()) and _OPERATION.fullmatch(content):
+            content = None  # it repeats the problem, or is what a calculator should have been asked
     found, correct = compare(sample.answer, content or "")
     components = {"correct": float(correct), "parsed": float(found is not None), "boxed": float(boxed)}
     return RewardResult(float(correct), components, found)

@@ -245,6 +245,28 @@ def test_components() -> None:
 
 
 @pytest.mark.parametrize(
+    ("answer", "response", "score"),
+    [
+        ("57174", "733*78", 0.0),
+        ("57174", r"The answer is $733 \times 78$.", 0.0),
+        ("57174", "<answer>733*78</answer>", 0.0),
+        ("25", "It is 100/4", 0.0),
+        ("42", "12 + 30", 0.0),
+        ("-1", "So 3-4", 0.0),
+        ("57174", "733*78 = 57174", 1.0),
+        ("57174", r"\boxed{733\cdot 78}", 1.0),
+        ("1024", "The answer is $2^{10}$", 1.0),
+        ("0.5", "The answer is 1/2", 1.0),
+        ("-7", "answer: -7", 1.0),
+        ("1234", "The answer is **1,234**.", 1.0),
+    ],
+)
+def test_a_problem_that_is_repeated_is_no_answer(answer: str, response: str, score: float) -> None:
+    """Otherwise a policy learns to write the product that it should compute, or give to a calculator."""
+    assert math(RewardInput("", response, answer=answer)).score == score
+
+
+@pytest.mark.parametrize(
     ("answer", "responses"),
     [
         (
