@@ -58,6 +58,7 @@ from megarl.trainer.optimizer import (
     precision_wrap,
 )
 from megarl.trainer.packing import plan_micro_batches
+from megarl.trainer.parking import StateMemory
 from megarl.trainer.pipeline import WithLoss, forward_backward, forward_only
 from megarl.trainer.reference_policy import FrozenModel, ReferenceModel
 
@@ -125,6 +126,10 @@ class Policy:
             each.name: FrozenModel(load_info(each.path), layout, each.path, each.placement, precision, fields)
             for each in trainer_teachers(config.teachers)
         }
+        frozen = [*self.teachers.values(), *([self.reference] if self.reference is not None else [])]
+        self.memory = StateMemory(
+            self.module_chunks, self.optimizer, [chunk for each in frozen for chunk in each.chunks]
+        )
         if not platforms.current().is_cuda:
             keep_freed_memory()
 
@@ -332,6 +337,7 @@ class Policy:
 
     def _tell_all(self, samples: Sequence[TrainSample]) -> list[_Shapes]:
         """Share these samples with all replicas, and return what each has shared. Collective."""
+        self.memory.require()
         trained = [sample.trained_tokens for sample in samples]
         own = _Shapes([sample.length for sample in samples], trained, common_streams(samples))
         return all_gather(own, _SHAPES, parallel_state.get_data_parallel_group())

@@ -48,6 +48,12 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TOP_PAD, _STEP_BYTES)
 
 
+def return_freed_memory() -> None:
+    """Return the memory that is free now to the system, also where `keep_freed_memory` keeps what is freed later."""
+    if (libc := _glibc()) is not None:
+        libc.malloc_trim(0)
+
+
 def _glibc() -> ctypes.CDLL | None:
     libc = ctypes.CDLL(None)
     return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None

@@ -1,0 +1,196 @@
+"""Parks the trainer's state in host memory, so that an engine can use its GPU meanwhile, and restores it bit for bit.
+
+Weights, main weights and Adam's moments are parked by storage: each distinct storage behind them is copied to a block
+of host memory, resized to 0, and later filled again in place. All views of it (parameters, shards of the distributed
+optimizer, buckets of DDP) refer to the same storage, so nothing has to be attached again, and nothing depends on
+Megatron's classes but where the tensors are found. Gradients are dropped, and are zero when they come back. The same
+calls run on a CPU and on a GPU.
+
+Shapes: B bytes of a storage.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor, UntypedStorage
+
+from megarl import platforms
+from megarl.common.process.memory_tuning import return_freed_memory
+
+Part: TypeAlias = Literal["weights", "gradients", "optimizer", "frozen"]
+NOTHING: frozenset[Part] = frozenset()
+WEIGHTS: frozenset[Part] = frozenset({"weights"})
+EVERYTHING: frozenset[Part] = frozenset({"weights", "gradients", "optimizer", "frozen"})
+
+
+@dataclass
+class _Parked:
+    """A storage that has no memory now; `content_B` is None if what it held was dropped."""
+
+    part: Part
+    storage: UntypedStorage
+    nbytes: int
+    content_B: Tensor | None
+
+
+class StateMemory:
+    """The memory of a rank's model, optimizer and frozen models. Not collective: each rank moves its own.
+
+    `resident`: the parts that are on the device.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: MegatronOptimizer,
+        frozen: Sequence[torch.nn.Module] = (),
+    ) -> None:
+        """`frozen`: modules next to the policy; of them only what is always on the device is moved."""
+        self._chunks, self._optimizer, self._frozen = chunks, optimizer, frozen
+        self._blocks: dict[int, tuple[UntypedStorage, Tensor]] = {}  # by storage; they are made once
+        self._parked: list[_Parked] = []
+        self.resident: frozenset[Part] = EVERYTHING
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of host memory that parked contents have taken so far, and keep."""
+        return sum(content_B.numel() for _, content_B in self._blocks.values())
+
+    def hold(self, wanted: Collection[Part]) -> int:
+        """Have these parts on the device, and no others. Return the bytes that were copied.
+
+        A part that comes back has the content that it had, gradients are zero.
+        """
+        kept = frozenset(wanted)
+        leaving, coming = self.resident - kept, kept - self.resident
+        copied = (self._park(leaving) if leaving else 0) + (self._restore(coming) if coming else 0)
+        self.resident = kept
+        return copied
+
+    def require(self, wanted: Collection[Part] = EVERYTHING) -> None:
+        """Raise RuntimeError unless these parts are on the device."""
+        if missing := frozenset(wanted) - self.resident:
+            raise RuntimeError(f"the trainer's {', '.join(sorted(missing))} are parked in host memory")
+
+    @torch.no_grad()
+    def _park(self, parts: frozenset[Part]) -> int:
+        if "gradients" in parts:
+            self._optimizer.zero_grad()  # the main weights may refer to gradients of their own
+            gc.collect()  # modules may hold activations of the last pass in cycles
+        found = list(self._storages(parts))
+        for _, storage in found:
+            if not storage.resizable():
+                raise RuntimeError(f"a storage of {storage.nbytes()} bytes of the trainer's state cannot give it back")
+        parked = [
+            _Parked(part, storage, storage.nbytes(), None if part == "gradients" else self._block(storage))
+            for part, storage in found
+        ]
+        copied = 0
+        for each in parked:
+            if each.content_B is not None:
+                each.content_B.copy_(_content(each.storage), non_blocking=True)
+                copied += each.nbytes
+        _synchronize()
+        for each in parked:
+            each.storage.resize_(0)
+        self._parked += parked
+        _return_memory()
+        return copied
+
+    @torch.no_grad()
+    def _restore(self, parts: frozenset[Part]) -> int:
+        coming = [each for each in self._parked if each.part in parts]
+        copied = 0
+        for each in coming:
+            each.storage.resize_(each.nbytes)
+            if each.content_B is None:
+                _content(each.storage).zero_()
+            else:
+                _content(each.storage).copy_(each.content_B, non_blocking=True)
+                copied += each.nbytes
+        _synchronize()
+        self._parked = [each for each in self._parked if each.part not in parts]
+        return copied
+
+    def _block(self, storage: UntypedStorage) -> Tensor:
+        """Return the block of host memory [B] of a storage, which is made when it is parked first."""
+        if storage._cdata not in self._blocks:
+            self._blocks[storage._cdata] = storage, host_block(storage.nbytes())
+        return self._blocks[storage._cdata][1]
+
+    def _storages(self, parts: frozenset[Part]) -> Iterator[tuple[Part, UntypedStorage]]:
+        """Yield the distinct storages of these parts. One that several parts share belongs to the first of them."""
+        device, seen = platforms.current().device.type, set[int]()
+        for part, tensors in self._tensors():
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                # Scalars, such as Adam's step, stay where they are.
+                if tensor.device.type == device and tensor.numel() > 1 and storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    if part in parts:
+                        yield part, storage
+
+    def _tensors(self) -> Iterator[tuple[Part, Iterable[Tensor]]]:
+        for chunk in self._chunks:
+            buffers = [*chunk.buffers, *chunk.expert_parallel_buffers]
+            yield "weights", [each.param_data for each in buffers if each.param_data is not None]
+            yield "weights", [parameter.data for parameter in chunk.parameters()]
+            yield "gradients", [each.grad_data for each in buffers]
+        for each in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+            if each.optimizer is None:  # of a rank that has no parameter of its kind
+                continue
+            yield "optimizer", [weight.data for group in each.optimizer.param_groups for weight in group["params"]]
+            yield (
+                "optimizer",
+                [
+                    value
+                    for state in each.optimizer.state.values()
+                    for value in state.values()
+                    if torch.is_tensor(value)
+                ],
+            )
+        yield "frozen", [tensor.data for module in self._frozen for tensor in module.parameters()]
+
+
+def host_block(nbytes: int) -> Tensor:
+    """Return new host memory [B] that copies from and to a GPU use directly.
+
+    It lies in a file without a name, so that its size is exact (torch's allocator of pinned memory rounds up to a power
+    of two), and in no count of a process's anonymous memory.
+    """
+    file = os.memfd_create("megarl-parked")
+    try:
+        os.ftruncate(file, nbytes)
+        block_B = torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
+    finally:
+        os.close(file)
+    if platforms.current().is_cuda:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block_B.data_ptr(), nbytes, 0))
+    return block_B
+
+
+def _content(storage: UntypedStorage) -> Tensor:
+    """Return the whole storage as bytes [B]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _synchronize() -> None:
+    if platforms.current().is_cuda:
+        torch.cuda.synchronize()
+
+
+def _return_memory() -> None:
+    """Give freed memory back, so that another process can have it."""
+    if platforms.current().is_cuda:
+        torch.cuda.empty_cache()
+    else:
+        return_freed_memory()

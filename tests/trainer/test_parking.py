@@ -1,0 +1,77 @@
+"""State that is parked between updates changes nothing, bit for bit, and what is lost in parking is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.trainer.batch import TrainSample
+
+pytestmark = pytest.mark.world
+
+RANK = "tests.support.ranks.training.parking"
+BF16 = {"trainer__precision": "bf16"}
+PLAIN = {"trainer__optimizer__distributed": False}
+CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
+    (1, "dense", {}, {}),
+    (2, "dense", {}, BF16),
+    (2, "dense", {}, BF16 | PLAIN),
+    (2, "tied", {"pipeline": 2, "virtual_pipeline": 2}, {}),
+    (2, "moe", {"expert": 2}, BF16),
+]
+GetModel = Callable[[str], Path]
+GetSamples = Callable[[str], list[TrainSample]]
+
+
+@pytest.fixture
+def updated(world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples) -> Callable[..., Any]:
+    def run(ranks: int, model: str, layout: dict[str, Any], **options: Any) -> Any:
+        return world(ranks).run(
+            f"{RANK}:updates", model_dir=model_dir(model), layout=layout, samples=samples_of(model), **options
+        )
+
+    return run
+
+
+def same(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> bool:
+    return all(
+        a["metrics"] == b["metrics"]
+        and all(torch.equal(value, b["weights"][name]) for name, value in a["weights"].items())
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("ranks", "model", "layout", "changes"), CASES)
+def test_parked_state_is_that_of_a_trainer_that_keeps_it(
+    updated: Callable[..., Any], ranks: int, model: str, layout: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    kept = updated(ranks, model, layout, park=False, **changes)
+    parked = updated(ranks, model, layout, park=True, **changes)
+    assert same(kept, parked)
+    for plain, moved in zip(kept, parked, strict=True):
+        assert all(map(torch.equal, plain["reference"], moved["reference"]))
+        for turn in moved["bytes"]:
+            assert turn["again"] == turn["live"] > turn["out"] == turn["back"] == turn["host"]
+            assert turn["zero"] and "parked in host memory" in turn["refused"]
+        assert len({turn["host"] for turn in moved["bytes"]}) == 1  # blocks are made once
+
+
+@pytest.mark.parametrize("part", ["weights", "optimizer", "frozen"])
+def test_a_block_that_is_lost_is_seen(updated: Callable[..., Any], part: str) -> None:
+    kept = updated(1, "dense", {}, park=False)
+    lost = updated(1, "dense", {}, park=True, lose=part)
+    changed = not same(kept, lost)
+    assert changed if part != "frozen" else not all(map(torch.equal, kept[0]["reference"], lost[0]["reference"]))
+
+
+def test_gradients_come_back_as_zeros_whatever_their_memory_held(
+    world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples
+) -> None:
+    (zero,) = world(1).run(
+        f"{RANK}:dirty_gradients", model_dir=model_dir("dense"), layout={}, samples=samples_of("dense")
+    )
+    assert zero and all(zero)
