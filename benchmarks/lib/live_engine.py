@@ -86,6 +86,16 @@ class LiveReplica:
     async def _pause(self, clear_cache: bool) -> None:
         await self._engine.pause_generation(mode="keep", clear_cache=clear_cache)
 
+    async def _sleep(self) -> None:
+        self.weights.sleep()
+        await self._engine.sleep(level=2, mode="keep")
+
+    async def _wake(self, part: str) -> None:
+        if self.weights.obstacle_to_wake(part) is not None:
+            raise RuntimeError(f"{self.name} {self.weights.obstacle_to_wake(part)}")
+        await self._engine.wake_up([part])
+        self.weights.woke(part)
+
     async def _start_weight_update(self) -> None:
         self.weights.begin()
         await self._engine.start_weight_update()

@@ -91,6 +91,7 @@ def serve_config(options: argparse.Namespace) -> Config:
 
     # There is no trainer: the pool may use every GPU, and no sync brings the weights.
     fixed = ["gateway.enabled=true", "rollout.nodes=separate", "rollout.load_weights=true", "run.deterministic=false"]
+    fixed.append("rollout.share_gpus=false")
     run_dir = json.dumps(str(standalone.run_dir_of(options, "serve")))
     given = [*standalone.overrides_of(options, SET_BY_OPTION), f"run.dir={run_dir}", *fixed]
     if options.config is not None:

@@ -76,6 +76,16 @@ class _RunningSave:
     outcome: tuple[str | None, str] = (None, "")
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """The state after `step` steps, in host memory, and what its save needs. `started`: by `time.monotonic`."""
+
+    step: int
+    write: BackgroundWrite
+    store: SyncStore
+    started: float
+
+
 class Checkpointer:
     """Saves and restores the trainer's state of one run."""
 
@@ -94,6 +104,7 @@ class Checkpointer:
         self._settings = config.model_dump(mode="json")
         self.resume_point = ResumePoint(config.run_dir, self._settings, self.directory, group, notify)
         self._pending: _RunningSave | None = None
+        self._copied: _Copy | None = None
         self._saves = 0
         self._saved_at, self._save_s = time.monotonic(), FIRST_SAVE_S  # when the last save began, and how long it held
         evaluations = config.evaluation.every if self.settings.keep_best else 0
@@ -124,27 +135,26 @@ class Checkpointer:
         self._save_s = held_s if saved else max(held_s, self._save_s)  # a failure is quick, and is not tried each step
         return saved
 
+    def copy(self, step: int) -> None:
+        """Copy the state after `step` steps for the save of it that follows, before other things take its memory.
+
+        If that fails it is reported, and that save is left out.
+        """
+        self._copied = self._copy(step)
+
+    def has_copy(self, step: int) -> bool:
+        """Tell whether the state after `step` steps has been copied, and not been saved yet."""
+        return self._copied is not None and self._copied.step == step
+
     def _save(self, step: int, record: dict[str, Any] | None, *, wait: bool) -> bool:
-        self.poll(wait=True)  # only one save is written at a time
-        if step == self.newest:
-            self.failure = None
-            return True
-        started = time.monotonic()
-        if self._still_writing():
-            self._failed(step, "a rank is still writing an earlier one, which took too long; its disk may hang")
-            return False
-        store, error = self._open_store()
-        if store is None:
-            self._failed(step, error)
-            return False
-        partial, error = on_first_rank(lambda: str(self._begin(step)), TEXT, self._rank, self._group)
-        if partial is None:
-            self._failed(step, error)
-            return False
-        write = BackgroundWrite(sharded_state(self.policy), Path(partial), validate=not self._saves)
-        self._saves += 1
+        copied = self._copied if self.has_copy(step) else self._copy(step)
+        self._copied = None
+        if copied is None:
+            return self.failure is None
+        write, store = copied.write, copied.store
         content = {**self._own_record(step), **(record or {})}
-        pending = _RunningSave(step, write, content, f"save/{self._saves}", started + self.config.timeouts.save_s)
+        deadline = copied.started + self.config.timeouts.save_s
+        pending = _RunningSave(step, write, content, f"save/{self._saves}", deadline)
         self._threads.append(write.start(lambda written: store.put(f"{pending.key}/{self._rank}", written.to_text())))
         if self._rank == 0:
             pending.finisher = threading.Thread(
@@ -154,6 +164,29 @@ class Checkpointer:
             self._threads.append(pending.finisher)
         self._pending = pending
         return self.poll(wait=wait or not self.settings.asynchronous)
+
+    def _copy(self, step: int) -> _Copy | None:
+        """Return a copy of the state; None if the step is saved already, or with `failure` set if that failed."""
+        self.poll(wait=True)  # only one save is written at a time
+        if step == self.newest:
+            self.failure = None
+            return None
+        self.policy.memory.require()
+        started = time.monotonic()
+        if self._still_writing():
+            self._failed(step, "a rank is still writing an earlier one, which took too long; its disk may hang")
+            return None
+        store, error = self._open_store()
+        if store is None:
+            self._failed(step, error)
+            return None
+        partial, error = on_first_rank(lambda: str(self._begin(step)), TEXT, self._rank, self._group)
+        if partial is None:
+            self._failed(step, error)
+            return None
+        write = BackgroundWrite(sharded_state(self.policy), Path(partial), validate=not self._saves)
+        self._saves += 1
+        return _Copy(step, write, store, started)
 
     def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Add the metrics of an evaluation of its weights to the checkpoint of `step`, if that is the newest one.

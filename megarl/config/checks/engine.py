@@ -57,6 +57,7 @@ RESERVED: dict[str, str] = {
     "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
     "dtype": "set rollout.dtype",
     "seed": "set run.seed",
+    "enable_sleep_mode": "set rollout.share_gpus",
     "scheduling_policy": "megarl chooses it by evaluation.concurrent",
     "logprobs_mode": "megarl needs processed_logprobs: temperature must be in the engine's log-probs",
     "weight_transfer_config": "megarl needs its own weight transfer backend",

@@ -20,6 +20,7 @@ from megarl.config.checks import layout
 from megarl.config.checks.agent import agent_problems, import_path_problems, sandbox_problems
 from megarl.config.checks.engine import engine_problems, head_size_problems, liveness_problems
 from megarl.config.checks.secrets import secret_problems
+from megarl.config.checks.shared_gpus import shared_gpus_problems
 from megarl.config.checks.teachers import teacher_problems
 from megarl.config.checks.telemetry import ANY_ADDRESS, monitor_problems, telemetry_problems
 from megarl.config.derived.algorithm import algorithm_problems
@@ -89,6 +90,7 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
         secret_problems(config, here=files),
         telemetry_problems(config.telemetry, config.launch, here=files),
         _pools(config),
+        shared_gpus_problems(config, device),
         layout.layout_problems(config.trainer),
     )
     problems += itertools.chain.from_iterable(of_config)

@@ -44,7 +44,10 @@ class Pool:
 
 @dataclass(frozen=True)
 class Pools:
-    """The GPUs of both sides; `shared` is true if they are on the same nodes, on disjoint devices."""
+    """The GPUs of both sides; `shared` is true if they are on the same nodes.
+
+    Their devices are disjoint there, unless they take turns on them (`rollout.share_gpus`).
+    """
 
     trainer: Pool
     rollout: Pool
@@ -85,6 +88,9 @@ def resolve_pools(config: Config) -> Pools:
     r_total = most_replicas(rollout) * rollout.tensor_parallel
     r_total += sum(each.replicas * each.tensor_parallel for each in engine_teachers(config.teachers))
     r_per_node = _per_node("rollout", r_total, rollout.gpus_per_node, rollout.devices, problems)
+    if rollout.share_gpus:  # spread over the trainer's nodes
+        r_per_node = max(1, r_total * t_per_node // trainer.gpus)
+        problems += _share_problems(trainer.gpus // t_per_node, t_per_node, r_total, r_per_node)
     node_size = rollout.gpus_per_node or (len(rollout.devices) if rollout.devices else r_per_node)
     problems += _engine_sizes(rollout.tensor_parallel, config.teachers, node_size, r_per_node, r_total)
     if problems:
@@ -97,8 +103,10 @@ def resolve_pools(config: Config) -> Pools:
             f"{r_nodes}; set rollout.nodes=separate, or make gpus / gpus_per_node agree"
         ])  # fmt: skip
     t_devices, r_devices = _devices(trainer.devices, rollout.devices, shared, t_per_node, r_per_node)
+    if rollout.share_gpus:
+        r_devices = t_devices[:r_per_node]
     overlap = sorted(set(t_devices) & set(r_devices))
-    if shared and overlap:
+    if shared and overlap and not rollout.share_gpus:
         raise ConfigError([
             f"rollout.devices: overlaps trainer.devices in {overlap}; give each GPU to one pool, or set "
             "rollout.nodes=separate if these are different machines"
@@ -108,6 +116,16 @@ def resolve_pools(config: Config) -> Pools:
         Pool("rollout", r_total, r_nodes, r_devices),
         shared,
     )
+
+
+def _share_problems(nodes: int, t_per_node: int, r_total: int, r_per_node: int) -> Iterator[str]:
+    """Yield why engines of `r_total` GPUs cannot be on those of the trainer."""
+    if r_total > nodes * t_per_node or r_per_node * nodes != r_total:
+        yield (
+            f"rollout.share_gpus: engines of {r_total} GPUs (rollout.replicas x rollout.tensor_parallel) cannot be "
+            f"spread evenly over the trainer's {nodes * t_per_node} on {nodes} node(s); use as many of each node, at "
+            "most all of them"
+        )
 
 
 def _engine_sizes(
@@ -159,6 +177,8 @@ def _per_node(name: str, total: int, per_node: int | None, devices: list[int] | 
 
 def _shared(trainer: TrainerConfig, rollout: RolloutConfig) -> bool:
     """Return whether both pools are on the same nodes (`rollout.nodes`)."""
+    if rollout.share_gpus:
+        return True
     if rollout.nodes != "auto":
         return rollout.nodes == "shared"
     per_node = trainer.gpus_per_node is not None and rollout.gpus_per_node is not None

@@ -38,6 +38,7 @@ from megarl.config.memory_plan.memory import (
     trainer_memory,
 )
 from megarl.config.memory_plan.parameters import TrainerRank, model_parameters
+from megarl.config.memory_plan.shared_gpus import SharedMemory, shared_memory
 from megarl.config.schema import Config, MegatronConfig, RolloutConfig, TrainerConfig
 from megarl.config.schema.algorithm import TeacherConfig
 from megarl.config.schema.job import CheckpointConfig
@@ -98,6 +99,7 @@ class RunPlan:
     trainer: Memory
     engine: EngineMemory
     teachers: tuple[TeacherPlan, ...]
+    shared: SharedMemory | None  # with `rollout.share_gpus`
     notes: tuple[str, ...]
 
     @property
@@ -123,8 +125,12 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
     trainer = trainer_memory(rank, gpu)
     engine = engine_memory(config, info, longest, cuda=cuda, limit=_limit(config.rollout.device_memory_gib, cuda))
     teachers = _teacher_plans(config, longest, cuda)
+    shared = None
+    if config.rollout.share_gpus:
+        shared = shared_memory(trainer, engine.memory, [each.name for each in rank.frozen])
     problems = [
         *_memory_problems(config.rollout, trainer, engine, longest),
+        *(shared.problems() if shared is not None else ()),
         *_teacher_problems(config.teachers, teachers),
     ]
     if problems:
@@ -151,6 +157,7 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
         trainer=trainer,
         engine=engine,
         teachers=teachers,
+        shared=shared,
         notes=tuple(_notes(config, layout, trainer, engine, cuda)),
     )
 
@@ -296,6 +303,8 @@ def print_dry_run(plan: RunPlan, given: Config, stream: TextIO, found: Findings,
         console.print(Text(f"\n# {name}, as the model sees it", style="bold"), Text(value), sep="\n")
     console.print(Text("\n# plan", style="bold"), _pairs(_summary(plan)), sep="\n")
     memory = {f"teacher {each.name}": each.memory for each in plan.teachers}
+    if plan.shared is not None:
+        memory["both in turns"] = plan.shared.memory
     for pool, needed in {"trainer": plan.trainer, "rollout": plan.engine.memory, **memory}.items():
         if needed is not None:
             console.print(_memory(f"{pool}, per {_unit(plan)}", needed))
@@ -341,12 +350,20 @@ def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
         width = f"{_count(teacher.engine_gpus, _unit(plan))}{'' if teacher.replicas == 1 else ' each'}"
         yield f"teacher {teacher.name}", f"{_count(teacher.replicas, 'engine')} of {width}"
     if plan.device == "cuda":
-        where = "same nodes" if plan.pools.shared else "nodes of its own"
+        where = (
+            "the trainer's, in turns"
+            if plan.shared is not None
+            else "same nodes"
+            if plan.pools.shared
+            else "nodes of its own"
+        )
         yield "trainer devices", _devices(plan.pools.trainer)
         yield "rollout devices", f"{_devices(plan.pools.rollout)} ({where})"
         modules = "Transformer Engine's" if _fused(cuda=True) else "Megatron-Core's own: Transformer Engine is not here"
         yield "trainer modules", modules
         yield "host memory", _host_memory(plan)
+    if plan.shared is not None:
+        yield "shared GPUs", _shared(plan.shared, plan.pools.trainer.gpus_per_node)
     yield "weights load", _loading(plan)
     yield "step", f"{_count(plan.groups_per_step, 'group')}, {plan.samples_per_step} samples"
     yield "update", f"up to {plan.samples_per_update} samples"
@@ -379,6 +396,13 @@ def _host_memory(plan: RunPlan) -> str:
     node = of_rank * plan.pools.trainer.gpus_per_node
     # torch's allocator of pinned memory rounds each block up to a power of two.
     return f"up to {gib(of_rank)} pinned per rank, {gib(node)} per trainer node, once more for rounding"
+
+
+def _shared(shared: SharedMemory, ranks: int) -> str:
+    return (
+        f"{gib(shared.host)} of each rank's state in host memory while engines generate, {gib(shared.host * ranks)} "
+        f"per node; about {shared.move_s:.1f} s each way (estimate)"
+    )
 
 
 def _loading(plan: RunPlan) -> str:

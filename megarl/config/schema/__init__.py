@@ -203,6 +203,11 @@ class RolloutConfig(Section):
         gt=0,
         description="Memory of each rollout GPU in GiB, for the plan; default: that of this machine's GPU 0.",
     )
+    share_gpus: bool = Field(
+        False,
+        description="Engines use the trainer's GPUs, in turns: they sleep while it trains, and its state is in host "
+        "memory while they generate (docs/shared-gpus.md).",
+    )
     max_model_len: int | None = Field(
         None, ge=1, description="Upper bound of prompt + response tokens; default: what data and sampling need."
     )

@@ -54,6 +54,8 @@ def start_engines_fast() -> None:
 
 
 CPU_BATCHED_TOKENS = 8192
+# vLLM's own CPU worker ignores sleep. A name, because only an engine's process imports it.
+SLEEPING_CPU_WORKER = "megarl.weights.receive.sleeping_worker.SleepingCPUWorker"
 
 
 # The dtype of engines by the trainer's precision, where `rollout.dtype` is `auto`.
@@ -94,6 +96,8 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if evaluates_beside_training(config):
         arguments["scheduling_policy"] = "priority"
+    if rollout.share_gpus:
+        arguments |= {"enable_sleep_mode": True} if cuda else {"worker_cls": SLEEPING_CPU_WORKER}
     if not cuda:
         arguments |= _whole_prompts(max_model_len or rollout.max_model_len)
     return {**arguments, **resolved(rollout.engine_kwargs, "rollout.engine_kwargs")}

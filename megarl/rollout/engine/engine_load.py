@@ -69,6 +69,9 @@ class EngineMonitor:
     def log_engine_initialized(self) -> None:
         """Do nothing: vLLM calls this once."""
 
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        """Do nothing: the replica itself knows that its engine sleeps."""
+
     def take(self) -> EngineLoad:
         """Return the peaks since the last call."""
         peak, self._peak = self._peak, EngineLoad()

@@ -109,6 +109,11 @@ class RequestTimes:
 # Between the start of a weight sync and its end the weights are of two versions, and after a sync that another member's
 # failure has interrupted they stay so until a later sync has loaded all of them. The engine is paused all that time and
 # keeps its requests. Nothing may resume it, or give it a clean start, before: this is the one place that decides it.
+#
+# An engine that sleeps has lost its weights. It is woken part by part, and the last part resumes it, whatever paused it
+# before (vLLM 0.32, v1/engine/core.py:1012): so the cache must not wake before a sync has loaded all weights.
+
+SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags
 
 
 class WeightState:
@@ -121,6 +126,7 @@ class WeightState:
         self.in_session = False
         self._loading = False  # in this session
         self._mixed = False  # since an interrupted session
+        self.asleep: frozenset[str] = frozenset()  # of SLEEPING_PARTS
 
     @property
     def obstacle(self) -> str | None:
@@ -130,6 +136,20 @@ class WeightState:
         if self._mixed:
             return "holds weights of two versions since an interrupted weight sync"
         return None
+
+    def sleep(self) -> None:
+        """The engine is about to sleep, and to lose its weights and its cache."""
+        self.has_weights, self.asleep = False, frozenset(SLEEPING_PARTS)
+
+    def obstacle_to_wake(self, part: str) -> str | None:
+        """The reason why the engine must not get the memory of `part` back, or None."""
+        if part == "weights":
+            return None if self.asleep else "was not put to sleep before a publication"
+        return self.obstacle or (None if self.has_weights else "has had no weights since it slept")
+
+    def woke(self, part: str) -> None:
+        """A part has its memory again."""
+        self.asleep -= {part}
 
     def join(self) -> None:
         """The engine is about to join the group of a sync."""

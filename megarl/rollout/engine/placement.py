@@ -62,6 +62,21 @@ def refuse_overlap(trainer: Iterable[HeldDevices], pool: Iterable[HeldDevices]) 
         )
 
 
+def refuse_other_devices(trainer: Iterable[HeldDevices], pool: Iterable[HeldDevices]) -> None:
+    """Raise RolloutError naming every device of a replica that no trainer rank holds, where they are to share them."""
+    known = {(held.host, device) for held in trainer for device in held.devices}
+    others = [
+        f"{device} on {held.host} (by {held.owner})"
+        for held in pool
+        for device in held.devices
+        if (held.host, device) not in known
+    ]
+    if others:
+        raise RolloutError(
+            f"with rollout.share_gpus engines are on the trainer's GPUs, but these are not: {', '.join(sorted(others))}"
+        )
+
+
 def refuse_split_replica(tensor_parallel: int, gpus_per_node: int) -> None:
     """Raise ValueError if an engine needs more GPUs than a node has: TP uses NVLink and never spans nodes."""
     if tensor_parallel > gpus_per_node:

@@ -27,7 +27,7 @@ from megarl.common.rundir.private_directory import name_shared_memory
 from megarl.config.schema import Config, TimeoutsConfig
 from megarl.rollout.engine.engine_args import engine_args, engine_environment, reads_weights, start_engines_fast
 from megarl.rollout.engine.engine_load import EngineMonitor, ReplicaActivity, build_monitored
-from megarl.rollout.engine.engine_requests import EngineRequests, WeightState
+from megarl.rollout.engine.engine_requests import SLEEPING_PARTS, EngineRequests, WeightState
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.placement import HeldDevices, engine_needs, held_devices
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
@@ -236,6 +236,8 @@ class EngineReplica:
             self._requests.times.listen(self._engine)
             built = time.monotonic()
             await self._probe(self._engine)
+            if self.config.rollout.share_gpus:
+                await self.sleep()
             exempt_present_objects()
             collect_rarely()
         except Exception as error:
@@ -265,10 +267,11 @@ class EngineReplica:
     async def generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
         """Start to work on requests, then `report` on them.
 
-        Raises ReplicaFailed if the engine died or has no weights yet, RequestFailed if it refused a request.
+        While the engine sleeps they wait. Raises ReplicaFailed if the engine died or has no weights yet, RequestFailed
+        if it refused a request.
         """
         self._check()
-        if not self._weights.has_weights:
+        if not (self._weights.has_weights or self._weights.asleep):
             raise ReplicaFailed(
                 self.index,
                 f"replica {self.index} has no weights yet: no weight sync has been completed since its engine started",
@@ -312,11 +315,43 @@ class EngineReplica:
         await self._guard(engine.pause_generation(mode="keep", clear_cache=clear_cache), "pause")
 
     async def resume(self) -> None:
-        """Resume generation after `pause`. Raises ReplicaFailed if the weights are not those of one version."""
+        """Resume generation after `pause`. Raises ReplicaFailed if the weights are not those of one version.
+
+        An engine that sleeps is resumed when its last part wakes.
+        """
         engine = self._check_weights()
+        if self._weights.asleep:
+            return
         await self._guard(engine.resume_generation(), "resume")
         self._monitor.release("pause")
         self._activity.resume(self._version)
+
+    async def sleep(self) -> None:
+        """Give the memory of weights and KV cache back, and keep the requests. The weights are lost."""
+        engine = self._check()
+        if self._weights.asleep == frozenset(SLEEPING_PARTS):
+            return
+        self._weights.sleep()
+        self._activity.pause()
+        self._monitor.hold("sleep")
+        await self._guard(engine.sleep(level=2, mode="keep"), "sleep")
+
+    async def wake(self, part: str) -> None:
+        """Take the memory of one of SLEEPING_PARTS again; with that of the cache the engine generates.
+
+        Raises ReplicaFailed if the cache is to wake and no sync has loaded all weights since the engine slept, and if
+        the weights are and the engine has not slept: it holds memory that was thought to be free.
+        """
+        engine = self._check()
+        if (obstacle := self._weights.obstacle_to_wake(part)) is not None:
+            raise ReplicaFailed(self.index, f"replica {self.index} {obstacle}")
+        if part not in self._weights.asleep:
+            return
+        await self._guard(engine.wake_up([part]), f"wake {part}")
+        self._weights.woke(part)
+        if not self._weights.asleep:
+            self._monitor.release("sleep")
+            self._activity.resume(self._version)
 
     async def reset(self) -> None:
         """Drop every request and be ready to serve. Raises ReplicaFailed if a weight sync was interrupted."""
@@ -339,8 +374,10 @@ class EngineReplica:
         self._monitor.release("join")
 
     async def start_weight_update(self) -> None:
-        """Prepare the engine's model for new weights."""
+        """Prepare the engine's model for new weights. Raises ReplicaFailed if these have no memory."""
         engine = self._check()
+        if "weights" in self._weights.asleep:
+            raise ReplicaFailed(self.index, f"replica {self.index} sleeps, and has no memory for new weights")
         self._activity.begin_weights()
         self._weights.begin()
         await self._guard(engine.start_weight_update(), "start_weight_update")

@@ -57,6 +57,7 @@ def train(session: Session) -> None:
         alarmed = session.monitor.act(session.version)
         if evaluation_due(session, step + 1):
             finish_evaluation(session, step + 1)  # so that the next one finds all replicas with the newest weights
+        session.copy_state(step + 1)
         if alarmed or pace.publishes_after(step + 1) or publishes_early(session, step, timings):
             publish(session)
         recorder.step(step, plan, timings, trained, session.version, counted)
@@ -71,9 +72,11 @@ def train(session: Session) -> None:
 
 
 def take_batch(session: Session, step: int) -> PreparedBatch:
-    """Return the batch of a step. Collective."""
+    """Return the batch of a step; GPUs that engines share are then the trainer's. Collective."""
     session.pool.admit(step)
-    return publish_as_needed(session, lambda: session.batches.take(step, session.version))
+    batch = publish_as_needed(session, lambda: session.batches.take(step, session.version))
+    session.gpus.train()
+    return batch
 
 
 def evaluate(session: Session, steps_done: int, label: str) -> bool:
@@ -119,9 +122,11 @@ def publish(session: Session, *, drain: bool = True) -> None:
     if drain and not session.config.rollout.partial_rollout:
         with session.recorder.phase("drain", f"waiting for running responses before version {version}"):
             session.pool.drain()
+    session.gpus.publish()
     session.pool.announce(version)
     with session.recorder.phase("sync", f"publishing version {version}"):
         session.recorder.sync(version, session.sender.publish(version))
+        session.gpus.generate()
     session.pool.set_version(version)
 
 

@@ -19,13 +19,14 @@ from megarl.config.derived.staleness import pace_of
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.rollout.admission.counters import Counters
-from megarl.rollout.engine.placement import HeldDevices, own_device, refuse_overlap
+from megarl.rollout.engine.placement import HeldDevices, own_device, refuse_other_devices, refuse_overlap
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
 from megarl.run.ranks.control_group import ControlGroup
 from megarl.run.record.recorder import Recorder
 from megarl.run.step.plan import StepPlan
 from megarl.weights.group.protocols import EngineHandles
+from megarl.weights.send.sleep import put_to_sleep
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -56,21 +57,40 @@ class RolloutClient:
         """Wait for the pool and make it resume this run's history; return its handle on every rank.
 
         `launch`: the supervisor that is being started, on rank 0 only. Raises RolloutError if an engine and a rank
-        hold the same GPU.
+        hold the same GPU, or with `rollout.share_gpus` if an engine holds one that no rank has.
         """
-        timeouts = self._config.timeouts
 
         def connect() -> tuple[SupervisorHandle, list[HeldDevices]]:
-            assert launch is not None
-            handle = launch.result(timeout=timeouts.ray_start_s + timeouts.node_s + GRACE_S / 2)
-            self._recorder.load_tokenizer()  # while the engines start
-            self.controller = client = PoolClient.connect(handle, self._config, self._recorder.say)
+            client = self._connected(launch)
             client.begin(self._history)
             return client.handle, client.devices()
 
         handle, held = self._peers.on_first_rank(connect, _CONNECTED)
-        refuse_overlap(self._peers.gather(own_device(self._peers.rank), _DEVICES), held)
+        check = refuse_other_devices if self._config.rollout.share_gpus else refuse_overlap
+        check(self._peers.gather(own_device(self._peers.rank), _DEVICES), held)
         return handle
+
+    def await_sleeping_engines(self, launch: Future[SupervisorHandle] | None) -> None:
+        """Wait until all engines are up and sleep, because this run's ranks need the GPUs. `launch`: as in `attach`.
+
+        Engines start asleep; those of a pool that was kept over a restart of the ranks are awake.
+        """
+
+        def connect() -> None:
+            replicas = self._connected(launch).engine_handles().replicas()
+            put_to_sleep(replicas, self._config.timeouts.rpc_s)
+
+        self._peers.on_first_rank(connect, _NOTHING)
+
+    def _connected(self, launch: Future[SupervisorHandle] | None) -> PoolClient:
+        """Return the connection to the controller, after the wait for the pool. On rank 0."""
+        if self.controller is None:
+            assert launch is not None
+            timeouts = self._config.timeouts
+            handle = launch.result(timeout=timeouts.ray_start_s + timeouts.node_s + GRACE_S / 2)
+            self._recorder.load_tokenizer()  # while the engines start
+            self.controller = PoolClient.connect(handle, self._config, self._recorder.say)
+        return self.controller
 
     def engine_handles(self) -> EngineHandles | None:
         """Return the handles that the weight sync calls the engines by, on rank 0; None elsewhere. Not collective."""

@@ -27,6 +27,7 @@ from megarl.run.loop.batches import BatchSource
 from megarl.run.loop.evaluations import Evaluations
 from megarl.run.loop.monitor import MOST_SKIPPED_BY_ALARMS, AlarmSkipsStep, AlarmStopsRun, RunMonitor
 from megarl.run.loop.rollout_client import RolloutClient
+from megarl.run.loop.shared_gpus import SharedGpus
 from megarl.run.loop.stop import StopSignals, StopVote
 from megarl.run.ranks.control_group import ControlGroup
 from megarl.run.record.recorder import Recorder, Stateful, collect, restore
@@ -58,6 +59,11 @@ class Session:
         self.peers = ControlGroup(config.timeouts)
         self._refuse_different_plans()
         self.recorder = Recorder(config, self.peers, terminal)
+        self.pool = RolloutClient(config, self.peers, self.recorder)
+        if config.rollout.share_gpus:
+            # vLLM measures the GPU's memory while an engine starts, and fails if it is not free.
+            self.recorder.say("waiting for the rollout engines, which start before the policy is built")
+            self.pool.await_sleeping_engines(launch)
         self.recorder.say("building the policy")
         info = load_info(config.model.path)
         layout = trainer_layout(config.trainer.parallel, config.trainer.gpus)
@@ -66,13 +72,13 @@ class Session:
         self.recorder.describe_model(info)
         dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
         self._exporter = HFExporter(self.policy.module_chunks, info, dtype)
-        self.pool = RolloutClient(config, self.peers, self.recorder)
         self.batches = BatchSource(config, self.pool, self.peers, self.recorder)
         self._stop_vote = StopVote(config.run_dir, self.peers, signals)
         self.evaluations = Evaluations(config, self.pool, self.recorder, self._stop_vote.asked)
         self.monitor = RunMonitor(config.monitor, self.pool, self.recorder)
-        settings = SyncSettings.of(config.weight_sync, config.timeouts, config.run_dir)
-        self.sender = WeightSender(settings, self._exporter, host=store_address(config.ray))
+        self.gpus = SharedGpus(config, self.policy, self.peers, self.recorder, self.pool.engine_handles)
+        settings = SyncSettings.of(config.weight_sync, config.timeouts, config.run_dir, asleep=self.gpus.shared)
+        self.sender = WeightSender(settings, self._exporter, host=store_address(config.ray), aside=self.gpus.aside)
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
         self.stopped: str | None = None  # why the run stops before `run.steps`; the same on every rank
         self.unsaved_steps = 0  # trained, and lost because the save at the stop failed
@@ -196,18 +202,30 @@ class Session:
         if refreshed:
             self.recorder.say(f"the reference policy has the weights after {steps_done} steps")
 
+    def copy_state(self, steps_done: int) -> None:
+        """Copy the trainer's state for the save that is due between this step and the next.
+
+        Only where it is in host memory by then, because engines have the GPUs.
+        """
+        if self.gpus.shared and self.checkpointer.due(steps_done):
+            with self.recorder.phase("save"):
+                self.checkpointer.copy(steps_done)
+
     def checkpoint(self, steps_done: int) -> None:
         """Complete the save that is running in the background, and start one if it is due. Called between steps."""
         with self.recorder.phase("save"):
             self.checkpointer.poll()
             if self.checkpointer.newest is not None:
                 self.pool.saved(self.checkpointer.newest)
-        if self.checkpointer.due(steps_done):
+        has_copy = self.checkpointer.has_copy(steps_done)
+        if has_copy or (not self.gpus.shared and self.checkpointer.due(steps_done)):
             self.save(steps_done)
 
     def save(self, steps_done: int, *, wait: bool = False) -> bool:
         """Save a checkpoint, due or not; with `wait`, return when it is complete. False if it failed."""
         self.evaluations.collect(steps_done)
+        if not self.checkpointer.has_copy(steps_done):
+            self.gpus.train()
         with self.recorder.phase("save"):
             record = {"version": self.version} | self.peers.on_first_rank(lambda: collect(self.parts), JSON)
             return self.checkpointer.save(steps_done, record, wait=wait)
@@ -220,6 +238,7 @@ class Session:
     def export(self) -> None:
         """Write the policy to RUN_DIR/hf in Hugging Face format."""
         if self.config.run.export:
+            self.gpus.train()
             target = self.config.run_dir / "hf"
             with self.recorder.phase("save", "exporting"):
                 save_hf(self._exporter, self.config.model.path, target, overwrite=True, group=self.peers.group)

@@ -76,6 +76,7 @@ _TRAINER = [
         for name, meaning in (
             ("stage", "the leader gathers its first buckets, and engines still generate."),
             ("pause", "all replicas pause."),
+            ("wake", "all replicas take memory for weights, where they share the trainer's GPUs."),
             ("start", "they prepare their models."),
             ("update", "they receive and load all buckets."),
             ("finish", "they take the version over."),

@@ -43,11 +43,14 @@ class SyncSettings:
     rpc_s: float = _TIMEOUTS.rpc_s
     restart_s: float = _TIMEOUTS.engine_start_s
     restarts: int = _SYNC.restarts
+    asleep: bool = False  # the engines sleep when a sync begins (`rollout.share_gpus`)
     # The directory of the run, whose secret the trainer ranks have in common. A single rank needs none.
     run_dir: Path | None = None
 
     @classmethod
-    def of(cls, sync: WeightSyncConfig, timeouts: TimeoutsConfig, run_dir: Path) -> SyncSettings:
+    def of(
+        cls, sync: WeightSyncConfig, timeouts: TimeoutsConfig, run_dir: Path, *, asleep: bool = False
+    ) -> SyncSettings:
         """Read the options from sections of a config."""
         return cls(
             bucket_bytes=int(sync.bucket_mb * MIB),
@@ -57,6 +60,7 @@ class SyncSettings:
             rpc_s=timeouts.rpc_s,
             restart_s=timeouts.engine_start_s,
             restarts=sync.restarts,
+            asleep=asleep,
             run_dir=run_dir,
         )
 

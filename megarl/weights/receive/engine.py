@@ -59,6 +59,7 @@ class MegarlUpdateInfo(WeightTransferUpdateInfo):
     layer_span: int | None
     plan_hash: str
     timeout_s: float
+    slept: bool = False  # the engine has lost all weights since its last sync
 
 
 class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpdateInfo]):
@@ -125,6 +126,8 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         if self._receiver is None:
             raise WeightSyncError("update_weights was called before init_weight_transfer_engine")
         self._loads = True
+        if update_info.slept:
+            self.loader.check_next_sync()
         with self._breaks_model():
             try:
                 self.loader.start()

@@ -80,7 +80,10 @@ class ModelLoader:
         return in_place_obstacle(self._model, self._device.type)
 
     def check_next_sync(self) -> None:
-        """Let the next sync check that it brings every weight: the first of a group, whose tensors may be others."""
+        """Let the next sync check that it brings every weight: the first of a group, whose tensors may be others.
+
+        So is the first one after a sleep, which has lost every weight, the padding of those included.
+        """
         self._check_next = True
 
     def start(self) -> None:

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 1.5  # after the first failure, in which each member can say what it was doing
 STAGE = "stage"  # the phase of a sync before all calls, in which the leader stages its first buckets
+BEFORE_LOADING = (STAGE, "pause", "wake")  # phases in which no replica can have begun to load
 
 
 class CutShort(TimeoutError):  # noqa: N818
@@ -58,7 +59,7 @@ def explain(
     trainers = [f"trainer rank {rank}" for rank in range(trainer_ranks)]
     # Before its update no engine takes part in broadcasts: that it is silent then says nothing.
     workers = group.names[len(group.members.senders) :]
-    uncalled = workers if phase in (STAGE, "pause", "start") else []
+    uncalled = workers if phase in (*BEFORE_LOADING, "start") else []
     asked = [answer_key(group.stage, name) for name in (*trainers, *([] if uncalled else workers))]
     store.block_all(asked, ANSWER_S)
     answers = [Answer(**fields) for key in asked if (fields := store.get(key)) is not None]
@@ -112,7 +113,7 @@ def unusable(members: GroupMembers, failed_members: Sequence[str], phase: str) -
         return ()
     failed = names_of(members, failed_members)
     in_doubt = not failed or any(name.startswith("trainer rank") for name in failed_members)
-    return members.replicas if in_doubt and phase != "pause" else failed
+    return members.replicas if in_doubt and phase not in BEFORE_LOADING else failed
 
 
 @dataclass(frozen=True)

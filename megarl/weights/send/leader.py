@@ -2,9 +2,10 @@
 
 Order of one sync, over all replicas: wait until the leader has staged its first buckets, while they generate -> pause
 -> start -> update (all buckets) -> compare every worker's digests with the senders' -> finish, which sets the version
--> resume. After a failure between start and resume no replica is resumed: if the sync is repeated, those that failed
-are replaced, and the others give up what they have loaded, stay paused and load all of it again; if not, all must be
-replaced.
+-> resume. Engines that share the trainer's GPUs sleep: instead of a pause the memory of their weights wakes, and they
+are resumed when the trainer has left (`sleep.py`). After a failure between start and resume no replica is resumed: if
+the sync is repeated, those that failed are replaced, and the others give up what they have loaded, stay paused and load
+all of it again; if not, all must be replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megarl.weights.group.store import SyncStore
 from megarl.weights.group.transport import POLL_S, Group, GroupMembers, end_forming, forming_failed
 from megarl.weights.plan.buckets import BucketPlan, pack_manifest
 from megarl.weights.plan.settings import SyncReport
-from megarl.weights.send.failure import STAGE, CallsFailed, CutShort, brief, explain
+from megarl.weights.send.failure import BEFORE_LOADING, STAGE, CallsFailed, CutShort, brief, explain
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +37,24 @@ class EngineCalls:
     """Calls the replicas, on the leader."""
 
     def __init__(
-        self, handles: EngineHandles, store: SyncStore, trainer_ranks: int, rpc_s: float, recompute_kv: bool
+        self,
+        handles: EngineHandles,
+        store: SyncStore,
+        trainer_ranks: int,
+        rpc_s: float,
+        recompute_kv: bool,
+        *,
+        asleep: bool = False,
     ) -> None:
-        """`store`: a connection of its own; `trainer_ranks`: how many there are."""
+        """`store`: a connection of its own; `trainer_ranks`: how many there are.
+
+        `asleep`: the engines sleep when a sync begins, and stay so until `sleep.wake_caches`.
+        """
         self.handles = handles
         self._store = store
         self._trainer_ranks = trainer_ranks
         self._rpc_s = rpc_s
-        self._recompute_kv = recompute_kv
+        self._recompute_kv, self._asleep = recompute_kv, asleep
         # The replicas of this generation: the pool may drop a dead replica, but the error must still name it.
         self._replicas: list[ReplicaHandle] = []
         self._phase = STAGE  # of the last sync: what was called last
@@ -119,14 +130,19 @@ class EngineCalls:
             paused_at = time.monotonic()
             seconds[STAGE] = paused_at - started
             events.record("sync_stage", started, paused_at, version=version)
-            call("pause", self._recompute_kv)
+            if self._asleep:
+                call("wake", "weights")
+            else:
+                call("pause", self._recompute_kv)
             call("start_weight_update")
             left = max(0.1, deadline - time.monotonic())
             update = {"sync": sync, "version": version, "layer_span": plan.layer_span, "plan_hash": plan.hash}
+            update |= {"slept": True} if self._asleep else {}
             call("update_weights", {**update, "timeout_s": left}, limit_s=left + EXTRA_WAIT_S)
             reports = self._await_reports(group, plan, deadline)
             call("finish_weight_update", str(version))
-            call("resume")
+            if not self._asleep:
+                call("resume")
         except (CallsFailed, WeightSyncError) as error:
             ranks = self._trainer_ranks
             raise explain(error, group, self._store, ranks, self._replicas, version, self._phase) from error
@@ -200,7 +216,7 @@ class EngineCalls:
     @property
     def loading(self) -> bool:
         """Whether the replicas may have begun to load in the last sync."""
-        return self._phase not in (STAGE, "pause")
+        return self._phase not in BEFORE_LOADING
 
     def _release(self, replica: ReplicaHandle, failure: WeightSyncError, repeats: bool) -> bool:
         """Do what `after_failure` says with one replica; return whether it must be replaced."""
@@ -241,11 +257,12 @@ def call_all(
     timeout_s: float,
     aborted: Callable[[], bool] = lambda: False,
     abort: Callable[[str], None] = lambda reason: None,
+    extra_s: float = EXTRA_WAIT_S,
 ) -> list[Any]:
     """Call `method` on all replicas, each in a thread, and return the results in their order.
 
     `arguments`: one tuple per replica; None: none. The first failure, of a call or (`aborted`) of another member, cuts
-    the other calls short, which may wait for that member: they have EXTRA_WAIT_S to end. `abort` releases all members.
+    the other calls short, which may wait for that member: they have `extra_s` to end. `abort` releases all members.
 
     Raises:
         CallsFailed: with all failures, and those that came first.
@@ -265,11 +282,11 @@ def call_all(
         failures = {i: error for i, call in enumerate(calls) if call.done() and (error := call.exception()) is not None}
         if not cut_short and (failures or aborted()):
             cut_short, first = True, failures
-            deadline = min(deadline, time.monotonic() + EXTRA_WAIT_S)
+            deadline = min(deadline, time.monotonic() + extra_s)
             for index, failure in list(failures.items())[:1]:
                 abort(f"engine {replicas[index].name} failed in {method}: {brief(failure)}")
     late = (
-        CutShort(f"no answer to {method} within {EXTRA_WAIT_S:.1f} s after the failure of another member")
+        CutShort(f"no answer to {method} within {extra_s:.1f} s after the failure of another member")
         if cut_short
         else TimeoutError(f"no answer to {method} within {timeout_s:.1f} s")
     )

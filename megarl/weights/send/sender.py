@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -48,11 +49,21 @@ logger = logging.getLogger(__name__)
 class WeightSender:
     """Publishes the trainer's weights to all engines. Create it, and call `connect` and `publish`, on every rank."""
 
-    def __init__(self, settings: SyncSettings, exporter: HFExporter, *, host: str | None = None) -> None:
-        """`host`: the address at which rank 0 serves the store; None: `reachable_address`."""
+    def __init__(
+        self,
+        settings: SyncSettings,
+        exporter: HFExporter,
+        *,
+        host: str | None = None,
+        aside: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """`host`: the address at which rank 0 serves the store; None: `reachable_address`.
+
+        `aside`: entered on every rank while engines are started that need the GPUs of the ranks.
+        """
         self.settings = settings
         self._exporter = exporter
-        self._host = host
+        self._host, self._aside = host, aside
         distributed = torch.distributed.is_initialized()
         self._rank = torch.distributed.get_rank() if distributed else 0
         self._world = torch.distributed.get_world_size() if distributed else 1
@@ -81,7 +92,9 @@ class WeightSender:
         self.store = open_trainer_store(settings, host, self._world)
         if pool is not None:
             calls = self.store.connection()
-            self._engines = EngineCalls(pool, calls, self._world, settings.rpc_s, settings.recompute_kv)
+            self._engines = EngineCalls(
+                pool, calls, self._world, settings.rpc_s, settings.recompute_kv, asleep=settings.asleep
+            )
         self._form()
 
     def publish(self, version: int) -> SyncReport:
@@ -190,14 +203,16 @@ class WeightSender:
 
         def find_members(engines: EngineCalls) -> str:
             if replace:
-                (engines.handles.replace_later if later else engines.handles.restart)(replace, settings.restart_s)
+                # An engine that starts alongside training would find no memory on a shared GPU.
+                alongside = later and not settings.asleep
+                (engines.handles.replace_later if alongside else engines.handles.restart)(replace, settings.restart_s)
             senders = self.plan.owners
             return engines.members(self._generation, senders, settings.backend, settings.sync_s).to_json()
 
         wait_s = self._controller_s + (settings.restart_s if replace else 0.0)
-        members = GroupMembers.from_json(
-            self._from_leader("members", wait_s, "reach all engine replicas", find_members)
-        )
+        with self._aside() if replace else nullcontext():
+            found = self._from_leader("members", wait_s, "reach all engine replicas", find_members)
+        members = GroupMembers.from_json(found)
         rank = members.senders.index(self._rank) if self._rank in members.senders else None
         group = Group(self.store, members, rank, f"trainer rank {self._rank}")
         in_place, error = False, None

@@ -52,6 +52,12 @@ class FakeEngine:
     async def resume_generation(self) -> None:
         self.calls.append("resume")
 
+    async def sleep(self, *, level: int, mode: str) -> None:
+        self.calls.append(("sleep", level, mode))
+
+    async def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(("wake", *tags))
+
     async def start_weight_update(self) -> None:
         self.calls.append("start")
 
@@ -81,8 +87,10 @@ class FakeEngine:
 REQUEST = GenerateRequest("r", [1, 2], SamplingSpec(max_tokens=1, temperature=1.0, stop_token_ids=()), seed=0)
 
 
-async def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_weights: bool) -> EngineReplica:
-    config = pool_config(tmp_path, rollout={"load_weights": load_weights})
+async def started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_weights: bool, share_gpus: bool = False
+) -> EngineReplica:
+    config = pool_config(tmp_path, rollout={"load_weights": load_weights, "share_gpus": share_gpus})
     monkeypatch.setattr(replica_module, "redirect_output", lambda file: None)
     monkeypatch.setattr(replica_module, "engine_environment", lambda *_, **__: {})
     monkeypatch.setattr(EngineReplica, "_build", lambda self: FakeEngine())
@@ -106,6 +114,46 @@ async def test_an_engine_without_weights_refuses_to_generate_until_a_sync_is_com
     await replica.finish_weight_update("6")
     report = await replica.generate([REQUEST], 60.0)
     assert report.parts["r"].versions == (VersionSpan(6, 0, 1, replica=3),)
+
+
+async def test_an_engine_that_slept_wakes_to_serve_only_after_all_weights_were_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(replica: EngineReplica) -> list[Any]:
+        with pytest.raises(ReplicaFailed, match="replica 3 was not put to sleep before a publication"):
+            await replica.wake("weights")
+        await replica.sleep()
+        await replica.sleep()  # a call that is sent again
+        with pytest.raises(ReplicaFailed, match="replica 3 sleeps, and has no memory for new weights"):
+            await replica.start_weight_update()
+        await replica.resume()  # nothing but the last part resumes it
+        await replica.reset()
+        await replica.wake("weights")
+        with pytest.raises(ReplicaFailed, match="replica 3 has had no weights since it slept"):
+            await replica.wake("kv_cache")
+        await replica.start_weight_update()
+        await replica.update_weights({"sync": 1})
+        with pytest.raises(ReplicaFailed, match="in the middle of a weight sync"):
+            await replica.wake("kv_cache")
+        await replica.finish_weight_update("6")
+        assert replica._monitor.silent_s(0.0) == 0.0, "an engine that sleeps is not silent"
+        await replica.wake("kv_cache")
+        await replica.wake("kv_cache")
+        engine: Any = replica._engine
+        return list(engine.calls)
+
+    replica = await started(tmp_path, monkeypatch, load_weights=True)
+    calls = await run(replica)
+    assert calls == [
+        ("sleep", 2, "keep"), "pause", ("wake", "weights"), "start", {"sync": 1}, ("finish", "6"), ("wake", "kv_cache"),
+    ]  # fmt: skip
+    assert (await replica.generate([REQUEST], 60.0)).parts["r"].response_ids == [7]
+
+
+async def test_an_engine_on_shared_gpus_starts_asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica: Any = await started(tmp_path, monkeypatch, load_weights=False, share_gpus=True)
+    assert replica._engine.calls == [("sleep", 2, "keep")]
+    assert replica._weights.asleep == {"weights", "kv_cache"}
 
 
 async def test_an_engine_that_has_read_the_weights_serves_at_once(

@@ -78,6 +78,67 @@ def test_the_order_of_a_run(make_run: Callable[..., FakeRun]) -> None:
     ]
 
 
+def test_shared_gpus_are_handed_over_with_each_batch_and_back_with_each_publication(
+    make_run: Callable[..., FakeRun],
+) -> None:
+    """What a save needs is copied before the trainer's memory is given away; an export gets it again."""
+    run = make_run(1, rollout__share_gpus=True, run__export=True)
+    run.due = {1}
+    publication = [
+        "hold weights", "announce {0}", "publish {0}", "record sync of version {0}", "hold nothing",
+        "engines generate", "set version {0}",
+    ]  # fmt: skip
+    all_parts = "hold frozen, gradients, optimizer, weights"
+    assert journal_of_training(run) == [
+        *(line.format(0) for line in publication),
+        "evaluate before of version 0",
+        "record before at 0 of version 0: ['report of version 0']",
+        "start the clock",
+        "admit 0",
+        "take batch 0 for version 0",
+        "fetch plan for version 0",
+        "engines sleep",
+        all_parts,
+        "train plan for version 0",
+        "write a sample of batch 0",
+        "commit 0",
+        "copy 1",
+        *(line.format(1) for line in publication),
+        "record step 0 of plan for version 0, which made version 1",
+        "poll the save",
+        "save 1",
+        "evaluate after of version 1",
+        "record after at 1 of version 1: ['report of version 1']",
+        "engines sleep",
+        all_parts,
+        "export to hf",
+    ]
+
+
+def test_new_engines_get_weights_from_a_trainer_that_has_taken_the_shared_gpus_first(
+    make_run: Callable[..., FakeRun],
+) -> None:
+    """If all engines are lost while the trainer is parked, its weights come back before they are published."""
+    run = make_run(1, rollout__share_gpus=True)
+    run.lost = {0: 1}
+    journal = journal_of_training(run)
+    begun = journal.index("admit 0")
+    assert journal[begun + 1 : begun + 5] == [
+        "engines sleep", "hold frozen, gradients, optimizer, weights", "hold weights", "announce 0",
+    ]  # fmt: skip
+    assert journal.index("take batch 0 for version 0") > journal.index("engines generate", begun)
+
+
+@pytest.mark.parametrize("stops_after", [1, 2])
+def test_a_stop_takes_the_shared_gpus_for_its_save(make_run: Callable[..., FakeRun], stops_after: int) -> None:
+    run = make_run(2, rollout__share_gpus=True)
+    run.stop_after = {stops_after: "the time limit is near"}
+    journal = journal_of_training(run)
+    assert journal[-3:] == [
+        "engines sleep", "hold frozen, gradients, optimizer, weights", f"save {stops_after} and wait",
+    ]  # fmt: skip
+
+
 def test_a_resumed_run_continues_with_the_step_and_the_version_of_its_checkpoint(
     make_run: Callable[..., FakeRun],
 ) -> None:

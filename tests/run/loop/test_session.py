@@ -40,6 +40,14 @@ def test_a_new_run_is_built_before_the_engines_are_awaited(run: FakeRun) -> None
     assert [part.key for part in session.parts] == [*PARTS, "evaluations", "monitor"]
 
 
+def test_engines_on_shared_gpus_start_and_sleep_before_the_policy_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = fake_run(config_of("model", run__dir=str(tmp_path), rollout__share_gpus=True), monkeypatch)
+    run.build()
+    assert run.journal[:4] == ["engines sleep", "parallel state", "policy", "attach"]
+
+
 def test_ranks_that_resolved_auto_differently_end_before_anything_is_built(run: FakeRun) -> None:
     """A rank whose GPU has less memory would cut its micro-batches elsewhere, and hang the others."""
     run.gather = lambda mine, codec: [mine, ("full", mine[1])]

@@ -17,7 +17,7 @@ from megarl.config.schema import Config
 from megarl.rollout.admission.counters import Counters
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
-from megarl.run.loop import batches, loop, session
+from megarl.run.loop import batches, loop, session, shared_gpus
 from megarl.run.loop.batches import BatchSource, PreparedBatch
 from megarl.run.loop.session import Session
 
@@ -99,6 +99,14 @@ def found_lost(left: dict[Any, int], asked: int | str) -> bool:
     return left[asked] >= 0
 
 
+class Handles:
+    def __str__(self) -> str:
+        return "handles"
+
+    def replicas(self) -> list[Any]:
+        return []
+
+
 class FakePool(Part):
     def __init__(self, run: FakeRun) -> None:
         super().__init__("rollout", run.journal)
@@ -106,11 +114,14 @@ class FakePool(Part):
         self._evaluating: FinishedEvaluation | None = None
         self.complete: int | None = None  # the newest checkpoint that it was told of
 
+    def await_sleeping_engines(self, launch: object) -> None:
+        self._note("engines sleep")
+
     def attach(self, launch: object) -> None:
         self._note("attach")
 
-    def engine_handles(self) -> str:
-        return "handles"
+    def engine_handles(self) -> Any:
+        return Handles()
 
     def drain(self) -> None:
         self._note("drain")
@@ -211,6 +222,7 @@ class FakeCheckpointer:
     def __init__(self, run: FakeRun) -> None:
         self._run, self._note = run, run.journal.append
         self.newest: int | None = None
+        self._copied: int | None = None
         self.failure: str | None = None
         self.failed_saves = 0
         self.saved: dict[int, dict[str, Any]] = {}
@@ -227,12 +239,20 @@ class FakeCheckpointer:
     def due(self, steps_done: int) -> bool:
         return steps_done in self._run.due
 
+    def copy(self, step: int) -> None:
+        self._note(f"copy {step}")
+        self._copied = step
+
+    def has_copy(self, step: int) -> bool:
+        return self._copied == step
+
     def poll(self, *, wait: bool = False) -> bool:
         self._note("complete the save" if wait else "poll the save")
         return True
 
     def save(self, step: int, record: dict[str, Any], *, wait: bool) -> bool:
         self._note(f"save {step}{' and wait' if wait else ''}")
+        self._copied = None
         self.saved[step] = record
         if step in self._run.failing_saves:
             self.failure, self.failed_saves = f"the checkpoint of step {step} could not be saved", self.failed_saves + 1
@@ -313,7 +333,12 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
 
     fakes: dict[str, Any] = {
         "ControlGroup": lambda timeouts: SimpleNamespace(
-            is_first=True, group=None, on_first_rank=lambda function, codec: function(), gather=run.gather
+            is_first=True,
+            group=None,
+            on_first_rank=lambda function, codec: function(),
+            gather=run.gather,
+            rank=0,
+            world=1,
         ),
         "Recorder": lambda config, peers, terminal: FakeRecorder(run),
         "load_info": lambda path: None,
@@ -323,18 +348,22 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
             or SimpleNamespace(
                 module_chunks=[],
                 refresh_reference=refresh_reference,
+                memory=SimpleNamespace(hold=lambda parts: note(f"hold {', '.join(sorted(parts)) or 'nothing'}")),
             )
         ),
         "HFExporter": lambda chunks, info, dtype: None,
         "save_hf": save_hf,
         "BatchSource": type("BatchesOfRun", (FakeBatches,), {"run": run}),
         "RolloutClient": lambda config, peers, recorder: FakePool(run),
-        "WeightSender": lambda settings, exporter, host: FakeSender(run),
+        "WeightSender": lambda settings, exporter, host, aside: FakeSender(run),
         "Checkpointer": lambda config, policy, group, say: FakeCheckpointer(run),
         "StopVote": lambda run_dir, peers, signals: SimpleNamespace(
             agree=run.agree, install=install, asked=lambda: run.asked is not None
         ),
     }
+    sleeping = {"put_to_sleep": "engines sleep", "wake_caches": "engines generate"}
+    for function, told in sleeping.items():
+        monkeypatch.setattr(shared_gpus, function, lambda replicas, rpc_s, told=told: note(told) or [])
     for name, fake in fakes.items():
         monkeypatch.setattr(session, name, fake)
     monkeypatch.setattr(batches, "BatchChannel", lambda timeouts: run.channel)

@@ -670,12 +670,12 @@ def test_every_setting_is_read_from_the_config() -> None:
     )
     expected = SyncSettings(
         bucket_bytes=3 * 2**19, transport="gloo", recompute_kv=False, sync_s=11.0, rpc_s=12.0,
-        restart_s=13.0, restarts=4, run_dir=Path("runs/of-a-test"),
+        restart_s=13.0, restarts=4, run_dir=Path("runs/of-a-test"), asleep=True,
     )  # fmt: skip
     default = SyncSettings()
     untested = [each.name for each in fields(default) if getattr(expected, each.name) == getattr(default, each.name)]
     assert untested == [], "a value of the test is the default, which would hide that a field is not read"
-    assert SyncSettings.of(settings.weight_sync, settings.timeouts, settings.run_dir) == expected
+    assert SyncSettings.of(settings.weight_sync, settings.timeouts, settings.run_dir, asleep=True) == expected
 
 
 def test_the_store_is_on_loopback_only_if_no_engine_can_be_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,64 @@
+"""Refuses what cannot be where engines and trainer take turns on the same GPUs (`rollout.share_gpus`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config.derived.teachers import engine_teachers
+from megarl.config.schema import Config
+
+# Fields of Megatron-Core with which the trainer's memory cannot be given back.
+_PINNED = {
+    "ddp": {"nccl_ub": "NCCL has registered that memory"},
+    "transformer": dict.fromkeys(
+        ("enable_cuda_graph", "external_cuda_graph"), "a captured graph has the addresses of memory that is given back"
+    ),
+}
+
+
+def shared_gpus_problems(config: Config, device: str) -> Iterator[str]:
+    """Yield what is wrong with a config whose engines share the trainer's GPUs, each with its fix."""
+    rollout, key = config.rollout, "rollout.share_gpus"
+    if not rollout.share_gpus:
+        return
+    yield from _needs_engines(config, key)
+    if rollout.load_weights:
+        yield f"{key}: engines lose in their sleep what they have read from files; set rollout.load_weights: false"
+    if not config.weight_sync.recompute_kv:
+        yield f"{key}: a sleep empties the KV cache; set weight_sync.recompute_kv: true"
+    if rollout.max_replicas not in (None, rollout.replicas):
+        yield f"{key}: engines start while the trainer's memory is free only; remove rollout.max_replicas"
+    if rollout.devices is not None or rollout.gpus_per_node is not None or rollout.nodes == "separate":
+        yield (
+            f"{key}: the engines are on the trainer's GPUs (trainer.devices, trainer.gpus_per_node); remove "
+            "rollout.devices, rollout.gpus_per_node and rollout.nodes"
+        )
+    if engine_teachers(config.teachers):
+        yield (
+            f"{key}: engines of teachers do not take turns; use teachers that the trainer's ranks hold (where: trainer)"
+        )
+    if device == "cuda" and config.weight_sync.transport != "gloo":
+        yield (
+            f"{key}: NCCL takes no two members on one GPU, so the weights go through host memory: set "
+            "weight_sync.transport: gloo, which is slow with large models"
+        )
+    for target, names in _PINNED.items():
+        values = getattr(config.megatron, target)
+        yield from (f"megatron.{target}.{name}: {why}; remove it, or set {key}: false" for name, why in names.items()
+                    if values.get(name))  # fmt: skip
+
+
+def _needs_engines(config: Config, key: str) -> Iterator[str]:
+    """Yield what would need engines while the trainer has their memory."""
+    mode = config.admission.mode
+    if mode == "stream":
+        yield (
+            f"{key}: with admission.mode: stream several steps train between two publications, but engines lose their "
+            "weights while one trains; use sync"
+        )
+    elif mode != "sync":
+        yield f"{key}: with admission.mode: {mode} engines generate while the trainer trains; use sync"
+    if config.evaluation.concurrent:
+        yield f"{key}: evaluation.concurrent needs engines while the trainer trains; remove it"
+    if config.gateway.enabled:
+        yield f"{key}: requests of the gateway would wait while the trainer trains; set gateway.enabled: false"

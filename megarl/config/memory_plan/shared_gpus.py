@@ -1,0 +1,70 @@
+"""Estimates what a GPU holds that trainer and engines share (`rollout.share_gpus`), in each of its turns. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megarl.common.values import GIB
+from megarl.config.memory_plan.memory import Memory, Term
+
+# Bytes per second of copies between a GPU and pinned host memory: PCIe 5. An estimate.
+COPY_SPEED = 50 * GIB
+_GENERATE, _TRAIN, _PUBLISH = "generate", "train", "publish"
+# What stays while the other side has the GPU: contexts, communicators, the buffers of a sync. Both sides' estimates.
+_KEPT = ("CUDA and NCCL", "CUDA, NCCL and graphs", "sync buckets")
+_MOVED = ("weights", "optimizer")
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """One shared GPU; on a CPU, a trainer process and an engine worker together.
+
+    `host`: bytes of a rank's state in host memory while it is parked; `move_s`: seconds of one move of it.
+    """
+
+    memory: Memory
+    host: int
+
+    @property
+    def move_s(self) -> float:
+        """The seconds that one copy of the whole state takes."""
+        return self.host / COPY_SPEED
+
+    def problems(self) -> Iterator[str]:
+        """Yield a turn that does not fit into the GPU."""
+        memory = self.memory
+        if memory.limit is not None and memory.peak > memory.limit:
+            fix = {
+                _GENERATE: "lower rollout.gpu_memory_utilization",
+                _TRAIN: "lower trainer.micro_batch_tokens, or use more GPUs",
+                _PUBLISH: "lower weight_sync.bucket_mb, or use more GPUs",
+            }[memory.peak_phase]
+            yield (
+                f"rollout.share_gpus: {memory.peak / GIB:.2f} GiB per GPU in turn {memory.peak_phase!r}, of "
+                f"{memory.limit / GIB:.2f} GiB, with what the other side keeps while it sleeps: {fix}"
+            )
+
+
+def shared_memory(trainer: Memory, engine: Memory, frozen: Sequence[str]) -> SharedMemory:
+    """Return what both sides hold in each turn. `frozen`: the names of the trainer's terms of frozen models."""
+    limits = [each.limit for each in (trainer, engine) if each.limit is not None]
+    own = [term for term in trainer.terms if term.name not in _KEPT and term.when == "always"]
+    moved = [term for term in own if term.name in (*_MOVED, *frozen)]
+    weights = trainer.term("weights").bytes
+    terms = [Term(f"{term.name} ({side})", term.bytes, note=term.note) for side, memory in
+             (("trainer", trainer), ("engine", engine)) for term in memory.terms
+             if term.name in _KEPT and term.when == "always"]  # fmt: skip
+    peak = max(trainer.total(phase) for phase in trainer.phases)
+    kept = sum(term.bytes for term in trainer.terms if term.name in _KEPT and term.when == "always")
+    terms.append(Term("trainer's state", sum(term.bytes for term in own), _TRAIN))
+    terms.append(Term("trainer's pass", peak - kept - sum(term.bytes for term in own), _TRAIN))
+    terms.append(Term("trainer's weights", weights, _PUBLISH))
+    gathers = sum(term.bytes for term in trainer.terms if term.when == "sync")
+    loads = sum(term.bytes for term in engine.terms if term.when == "sync")
+    terms.append(Term("gather and load", gathers + loads, _PUBLISH))
+    terms.append(Term("engine's weights", engine.term("weights").bytes, _PUBLISH))
+    engine_kept = sum(term.bytes for term in engine.terms if term.name in _KEPT and term.when == "always")
+    terms.append(Term("engine", engine.total(_GENERATE) - engine_kept, _GENERATE))
+    memory = Memory(tuple(terms), min(limits) if limits else None)
+    return SharedMemory(memory, sum(term.bytes for term in moved))

@@ -1,0 +1,83 @@
+"""vLLM's CPU worker with a sleep that gives memory back and loses what it held, as that of a GPU does.
+
+vLLM 0.32's own CPU worker ignores sleep: its weights survive, so a test on it would pass even if nothing was loaded
+after it. This one keeps the semantics of vLLM's allocator on GPUs (device_allocator/cumem.py): addresses stay, pages
+go, contents are lost. Registered buffers are saved and restored, as level 2 does there. A layer that computes with a
+packed copy of its weight gets a function that raises in its place, so an engine that is woken without a load cannot
+serve.
+
+Tensors may have any shape.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from megarl.common.process.memory_tuning import return_freed_memory
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PAGE = os.sysconf("SC_PAGESIZE")
+_MADV_DONTNEED = 4  # linux/mman-common.h
+
+
+class SleepingCPUWorker(CPUWorker):  # type: ignore[misc]  # without vLLM's types it is Any
+    """A worker for engines that share their CPU's memory with a trainer; only level 2 is known."""
+
+    _buffers: dict[str, torch.Tensor]
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights, buffers and KV cache back."""
+        if level != 2:
+            raise ValueError(f"this worker sleeps at level 2, not {level}")
+        model = self.model_runner.get_model()
+        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for module in model.modules():
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear = _asleep(type(module).__name__)
+        give_back([*model.parameters(), *model.buffers(), *self._caches()])
+        return_freed_memory()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Restore the buffers, if the weights wake. Their pages, and those of the cache, come when they are written."""
+        if tags is None or "weights" in tags:
+            for name, buffer in self.model_runner.get_model().named_buffers():
+                buffer.copy_(self._buffers[name])
+            self._buffers = {}
+
+    def _caches(self) -> Iterator[torch.Tensor]:
+        for cache in self.model_runner.kv_caches:
+            yield from cache if isinstance(cache, list | tuple) else [cache]
+
+
+def _asleep(layer: str) -> Callable[..., NoReturn]:
+    """Return what stands for a packed copy: a closure, by which `in_place.py` knows that it must be made again."""
+
+    def refuse(*_: Any) -> NoReturn:  # noqa: ANN401  # whatever the layer computes with
+        raise RuntimeError(f"the weights of a {layer} were lost in the engine's sleep, and none have been loaded since")
+
+    return refuse
+
+
+def give_back(tensors: Iterable[torch.Tensor]) -> int:
+    """Lose the contents of the tensors' storages, which then are zeros; return the bytes of whole pages given back."""
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    return sum(_give_back(storage.data_ptr(), storage.nbytes()) for storage in storages.values())
+
+
+def _give_back(start: int, nbytes: int) -> int:
+    stop = start + nbytes
+    first, last = -(-start // _PAGE) * _PAGE, stop // _PAGE * _PAGE
+    if first >= last:
+        ctypes.memset(start, 0, nbytes)
+        return 0
+    ctypes.memset(start, 0, first - start)
+    ctypes.memset(last, 0, stop - last)
+    if _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), "madvise")
+    return last - first

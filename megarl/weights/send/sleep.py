@@ -1,0 +1,73 @@
+"""The leader's calls that take a GPU from the engines for the trainer, and give it back.
+
+Where they share GPUs, engines sleep while the trainer has the memory. A GPU is free only when all of them have said
+that they sleep. A publication wakes the memory of their weights, loads and compares these, and labels them; only then
+does the memory of the cache wake, with which they generate again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from megarl.common.errors import ReplicaFailed, WeightSyncError
+from megarl.weights.group.protocols import ReplicaHandle
+from megarl.weights.send.failure import CallsFailed, brief
+from megarl.weights.send.leader import EXTRA_WAIT_S, call_all
+
+logger = logging.getLogger(__name__)
+
+
+def put_to_sleep(replicas: Sequence[ReplicaHandle], rpc_s: float) -> list[str]:
+    """Make all engines sleep; return the names of those that were ended instead, because they have failed.
+
+    These are replaced by the next publication. Raises WeightSyncError naming the replicas that have not answered within
+    `rpc_s` seconds: they may still hold the memory.
+    """
+    failures = _call(replicas, "sleep", rpc_s)
+    failed = [name for name, error in failures.items() if isinstance(error, ReplicaFailed)]
+    _refuse_silent(failures, "sleep", rpc_s)
+    lost = [replica for replica in replicas if replica.name in failed]
+    for name in failed:
+        logger.warning("engine %s is ended, because it could not sleep: %s", name, brief(failures[name]))
+    _refuse_silent(_call(lost, "shutdown", rpc_s), "end its engine", rpc_s)  # one that has died holds no memory
+    return failed
+
+
+def wake_caches(replicas: Sequence[ReplicaHandle], rpc_s: float) -> list[str]:
+    """Make all engines generate, with the weights that they were given; return the names of those that cannot.
+
+    These refuse requests from now on, so that the pool does not wait for them.
+    """
+    failures = _call(replicas, "wake", rpc_s, "kv_cache")
+    for replica in replicas:
+        if (error := failures.get(replica.name)) is None:
+            continue
+        logger.warning("engine %s does not generate again: %s", replica.name, brief(error))
+        try:
+            replica.call("fail", f"could not wake from its sleep: {brief(error)}", timeout_s=EXTRA_WAIT_S)
+        except Exception as failure:  # a dead replica cannot answer
+            logger.info("engine %s, which did not wake, was not told so: %s", replica.name, brief(failure))
+    return list(failures)
+
+
+def _call(replicas: Sequence[ReplicaHandle], method: str, rpc_s: float, *args: object) -> dict[str, BaseException]:
+    """Call a method of all replicas at the same time; return the failures by the replica's name."""
+    failures: dict[str, BaseException] = {}
+    for_each = [args] * len(replicas)
+    try:
+        call_all(replicas, method, for_each, timeout_s=rpc_s, extra_s=rpc_s)
+    except CallsFailed as error:
+        failures = {replicas[index].name: each for index, each in error.failures.items()}
+    return failures
+
+
+def _refuse_silent(failures: dict[str, BaseException], what: str, rpc_s: float) -> None:
+    silent = [name for name, error in failures.items() if not isinstance(error, ReplicaFailed)]
+    if silent:
+        reasons = "; ".join(f"{name}: {brief(failures[name])}" for name in silent)
+        raise WeightSyncError(
+            f"the trainer waited {rpc_s:.0f} s (timeouts.rpc_s) for {', '.join(silent)} to {what}, and may not use the "
+            f"GPUs that they hold: {reasons}",
+            failed_members=[f"engine {name}" for name in silent],
+        )

@@ -1,0 +1,70 @@
+"""What cannot be where engines share the trainer's GPUs is refused by its name, before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.common.errors import ConfigError
+from megarl.config.checks.shared_gpus import shared_gpus_problems
+from megarl.config.derived.pools import resolve_pools
+from tests.support.trainer.configs import config as config_of
+
+TEACHER = {"name": "t", "path": "t", "where": "engine"}
+
+
+def problems(device: str = "cpu", **changes: Any) -> list[str]:
+    return list(shared_gpus_problems(config_of("model", rollout__share_gpus=True, **changes), device))
+
+
+def test_a_synchronous_run_may_share_its_gpus_and_others_are_not_asked() -> None:
+    assert problems() == []
+    assert list(shared_gpus_problems(config_of("model", admission__mode="async"), "cuda")) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"admission__mode": "async"},
+            "with admission.mode: async engines generate while the trainer trains; use sync",
+        ),
+        ({"admission__mode": "one_step_off"}, "with admission.mode: one_step_off engines generate"),
+        ({"admission__mode": "stream"}, "engines lose their weights while one trains; use sync"),
+        ({"evaluation__concurrent": True}, "evaluation.concurrent needs engines while the trainer trains"),
+        ({"gateway__enabled": True}, "requests of the gateway would wait"),
+        ({"rollout__load_weights": True}, "set rollout.load_weights: false"),
+        ({"weight_sync__recompute_kv": False}, "set weight_sync.recompute_kv: true"),
+        ({"rollout__max_replicas": 2}, "remove rollout.max_replicas"),
+        ({"rollout__devices": [0]}, "remove rollout.devices"),
+        ({"rollout__nodes": "separate"}, "remove rollout.devices, rollout.gpus_per_node and rollout.nodes"),
+        ({"teachers": [TEACHER]}, "engines of teachers do not take turns"),
+        ({"megatron__ddp": {"nccl_ub": True}}, "megatron.ddp.nccl_ub: NCCL has registered that memory"),
+        (
+            {"megatron__transformer": {"enable_cuda_graph": True}},
+            "enable_cuda_graph: a captured graph has the addresses",
+        ),
+    ],
+)
+def test_refusals(changes: dict[str, Any], text: str) -> None:
+    (found,) = problems(**changes)
+    assert text in found and ("rollout.share_gpus" in found)
+
+
+def test_without_a_transport_between_members_on_one_gpu_the_weights_need_host_memory() -> None:
+    (found,) = problems("cuda")
+    assert "NCCL takes no two members on one GPU" in found and "weight_sync.transport: gloo" in found
+    assert problems("cuda", weight_sync__transport="gloo") == []
+
+
+def test_engines_are_on_the_gpus_of_the_trainer() -> None:
+    shared = {"rollout__share_gpus": True, "trainer__gpus": 8}
+    found = resolve_pools(config_of("model", rollout__replicas=4, rollout__tensor_parallel=2, **shared))
+    assert found.trainer.devices == found.rollout.devices == tuple(range(8)) and found.shared and found.nodes == 1
+    found = resolve_pools(config_of("model", rollout__replicas=2, trainer__devices=[1, 3, 5, 7], **shared))
+    assert found.trainer.nodes == found.rollout.nodes == 2 and found.rollout.devices == (1,)
+    with pytest.raises(ConfigError, match="cannot be spread evenly over the trainer's 8 on 1 node"):
+        resolve_pools(config_of("model", rollout__replicas=9, **shared))
+    with pytest.raises(ConfigError, match="cannot be spread evenly over the trainer's 8 on 2 node"):
+        resolve_pools(config_of("model", rollout__replicas=3, trainer__gpus_per_node=4, **shared))

@@ -1,0 +1,61 @@
+"""The leader's calls that put engines to sleep and wake them, with replicas that fail in each way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megarl.common.errors import ReplicaFailed, WeightSyncError
+from megarl.weights.send.sleep import put_to_sleep, wake_caches
+
+
+class Replica:
+    """Raises what `fails` has for a method, and notes the calls."""
+
+    def __init__(self, index: int, **fails: BaseException) -> None:
+        self.name, self._fails, self.calls = f"replica {index}", fails, list[Any]()
+
+    def call(self, method: str, *args: object, timeout_s: float) -> None:
+        self.calls.append((method, *args))
+        if (error := self._fails.get(method)) is not None:
+            raise error
+
+
+DEAD = ReplicaFailed(1, "replica 1 is dead: its engine's process ended in generation")
+SILENT = TimeoutError("replica 1 did not answer within 1 s")
+Replicas = Callable[..., list[Replica]]
+
+
+def test_all_engines_sleep_and_wake() -> None:
+    replicas = [Replica(0), Replica(1)]
+    assert put_to_sleep(replicas, 5.0) == [] and wake_caches(replicas, 5.0) == []
+    assert [each.calls for each in replicas] == [[("sleep",), ("wake", "kv_cache")]] * 2
+
+
+@pytest.mark.parametrize("also", [{}, {"shutdown": DEAD}], ids=["it lives", "its actor has died"])
+def test_a_failed_engine_is_ended_so_that_it_holds_no_memory(also: dict[str, BaseException]) -> None:
+    replicas = [Replica(0), Replica(1, sleep=DEAD, **also)]
+    assert put_to_sleep(replicas, 5.0) == ["replica 1"]
+    assert [each.calls for each in replicas] == [[("sleep",)], [("sleep",), ("shutdown",)]]
+
+
+@pytest.mark.parametrize(
+    ("fails", "what"), [({"sleep": SILENT}, "to sleep"), ({"sleep": DEAD, "shutdown": SILENT}, "to end its engine")]
+)
+def test_an_engine_that_may_hold_memory_still_ends_the_hand_over_with_its_name(
+    fails: dict[str, BaseException], what: str
+) -> None:
+    with pytest.raises(WeightSyncError, match=f"for replica 1 {what}, and may not use the GPUs") as info:
+        put_to_sleep([Replica(0), Replica(1, **fails)], 1.0)
+    assert info.value.failed_members == ("engine replica 1",)
+
+
+@pytest.mark.parametrize("error", [DEAD, SILENT])
+def test_an_engine_that_does_not_wake_refuses_requests_and_the_others_go_on(error: BaseException) -> None:
+    replicas = [Replica(0), Replica(1, wake=error)]
+    assert wake_caches(replicas, 1.0) == ["replica 1"]
+    assert replicas[0].calls == [("wake", "kv_cache")]
+    method, reason = replicas[1].calls[-1]
+    assert method == "fail" and "could not wake from its sleep" in reason
