@@ -162,6 +162,7 @@ nightly-recipes: setup-test  ## Every recipe's small twin, converted models, and
 
 nightly-shared: setup-test  ## Runs whose engines share the trainer's GPUs, against runs with GPUs for each side.
 	$(PY) -m pytest -m slow tests/system/test_shared_gpus.py $(PARALLEL)
+	MEGARL_TEST_TRANSPORT=relay $(PY) -m pytest tests/weights $(PARALLEL)
 
 # One after the other: they time the end of faults and of processes.
 nightly-faults: setup-test  ## Runs that lose engines, ranks, the pool's parts or their disk.

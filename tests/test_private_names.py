@@ -37,6 +37,7 @@ PRIVATE: dict[tuple[str, str], tuple[str, ...]] = {
     ("torch", "2.13.0+cpu"): (
         "torch._C._accelerator_setAllocatorSettings",
         "torch._C._storage_Use_Count",
+        "torch.UntypedStorage._new_shared_cuda",
         "torch._dynamo.exc.TorchDynamoException",
         "torch._foreach_copy_",
         "torch._foreach_zero_",

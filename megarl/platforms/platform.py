@@ -23,8 +23,8 @@ EXPANDABLE_SEGMENTS = "expandable_segments:True"
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def prepare(index: int) -> None:
-    """Make GPU `index`, of those this process sees, its device, and let its memory segments grow.
+def prepare(index: int, *, expandable: bool = True) -> None:
+    """Make GPU `index`, of those this process sees, its device, and let its memory segments grow if `expandable`.
 
     Call it before Transformer Engine is imported: that creates a context on the current device, so every rank of a
     node would leave one on GPU 0. Megatron-Core compiles a few small functions by torch.compile (jit.py), for which
@@ -32,7 +32,8 @@ def prepare(index: int) -> None:
     """
     torch.cuda.set_device(index)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # before torch._inductor is imported
-    use_expandable_segments()
+    if expandable:
+        use_expandable_segments()
 
 
 def use_expandable_segments() -> None:
@@ -98,17 +99,18 @@ def current() -> Platform:
     return Platform(torch.device("cpu"), False, "gloo")
 
 
-def activate(device: int | None = None) -> Platform:
+def activate(device: int | None = None, *, expandable: bool = True) -> Platform:
     """Make Megatron-Core usable on this platform, patch its known defects, and return the platform. Idempotent.
 
-    `device`: the index of this process's GPU, ignored without CUDA; None leaves the choice to the caller. Without CUDA
+    `device`: the index of this process's GPU, ignored without CUDA; None leaves the choice to the caller. `expandable`:
+    let memory segments grow, which other processes cannot map then. Without CUDA
     this installs `cpu.EMULATIONS`; on all platforms those of `patches.PATCHES` that its version needs, and a directory
     for compiled kernels (`keep_kernels`). It imports Megatron-Core, which takes a few seconds. Raises
     InstallationError if its version is not supported, or if Transformer Engine is installed in part.
     """
     platform = current()
     if platform.is_cuda and device is not None:
-        prepare(device)
+        prepare(device, expandable=expandable)
     _make_megatron_usable()
     return platform
 

@@ -18,6 +18,7 @@ from megarl.weights.plan.settings import SyncSettings
 from megarl.weights.send.sender import WeightSender
 from tests.support.checkout import ROOT, environment
 from tests.support.engines.fake_engines import FakePool, FakeReplica, ListExporter
+from tests.support.engines.transport import TRANSPORT
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +82,7 @@ def test_a_receiver_lost_in_mid_sync_costs_the_other_one_only_time(
     deadline of the sync, which alone tells that it hangs, and which the repeat logs."""
     pool = MixedPool(victim)
     exporter = ListExporter({f"t{i}": torch.randn(1 << 20) for i in range(24)})
-    settings = SyncSettings(bucket_bytes=2**23, sync_s=DEADLINES_S[end], rpc_s=RPC_S, restarts=1, transport="gloo")
+    settings = SyncSettings(bucket_bytes=2**23, sync_s=DEADLINES_S[end], rpc_s=RPC_S, restarts=1, transport=TRANSPORT)
     sender = WeightSender(settings, exporter)
     sender.connect(pool)
     sender.publish(0)

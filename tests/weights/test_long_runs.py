@@ -10,11 +10,12 @@ import pytest
 from megarl.weights.plan.settings import SyncSettings
 from megarl.weights.send.sender import WeightSender
 from tests.support.engines.fake_engines import FakePool, ListExporter, random_tensors
+from tests.support.engines.transport import TRANSPORT
 from tests.support.measures.growth import in_own_process, slopes_over
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = SyncSettings(bucket_bytes=65536, sync_s=30.0, rpc_s=10.0, restart_s=10.0, restarts=0, transport="gloo")
+SETTINGS = SyncSettings(bucket_bytes=65536, sync_s=30.0, rpc_s=10.0, restart_s=10.0, restarts=0, transport=TRANSPORT)
 
 THREAD_ENDS_S = 60.0
 LASTING = ("MainThread", "ThreadPoolExecutor-")  # a pool keeps its threads

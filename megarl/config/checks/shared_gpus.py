@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 
 from megarl.config.derived.teachers import engine_teachers
 from megarl.config.schema import Config
 
+# As in `megarl.platforms.platform`, whose import takes torch.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # Fields of Megatron-Core with which the trainer's memory cannot be given back.
 _PINNED = {
     "ddp": {"nccl_ub": "NCCL has registered that memory"},
@@ -20,6 +23,8 @@ def shared_gpus_problems(config: Config, device: str) -> Iterator[str]:
     """Yield what is wrong with a config whose engines share the trainer's GPUs, each with its fix."""
     rollout, key = config.rollout, "rollout.share_gpus"
     if not rollout.share_gpus:
+        if config.weight_sync.transport == "relay":
+            yield "weight_sync.transport: relay is for engines on the trainer's GPUs (rollout.share_gpus); use auto"
         return
     yield from _needs_engines(config, key)
     if rollout.load_weights:
@@ -37,15 +42,19 @@ def shared_gpus_problems(config: Config, device: str) -> Iterator[str]:
         yield (
             f"{key}: engines of teachers do not take turns; use teachers that the trainer's ranks hold (where: trainer)"
         )
-    if device == "cuda" and config.weight_sync.transport != "gloo":
-        yield (
-            f"{key}: NCCL takes no two members on one GPU, so the weights go through host memory: set "
-            "weight_sync.transport: gloo, which is slow with large models"
-        )
+    if config.weight_sync.transport == "nccl":
+        yield f"{key}: NCCL takes no two members on one GPU; set weight_sync.transport: auto"
+    if device == "cuda" and (name := _expandable(os.environ)) is not None:
+        yield (f"{key}: {name} has expandable segments, which another process cannot map; remove them from it")
     for target, names in _PINNED.items():
         values = getattr(config.megatron, target)
         yield from (f"megatron.{target}.{name}: {why}; remove it, or set {key}: false" for name, why in names.items()
                     if values.get(name))  # fmt: skip
+
+
+def _expandable(environment: Mapping[str, str]) -> str | None:
+    """Return the variable that gives torch's allocator expandable segments, if one does."""
+    return next((name for name in _ALLOCATOR if "expandable_segments:true" in environment.get(name, "").lower()), None)
 
 
 def _needs_engines(config: Config, key: str) -> Iterator[str]:

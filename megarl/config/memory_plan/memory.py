@@ -27,6 +27,7 @@ ENGINE_OVERHEAD = 4 * GIB
 EXPERT_LOAD = 1.25
 ENGINE_BATCHED_TOKENS = 8192  # vLLM's default max_num_batched_tokens on large GPUs
 
+SYNC_BUCKETS = 5  # the size of a trainer rank's buffers for them, in buckets
 FREE = 0.1  # share of the device memory that the plan must leave
 TOKENS_STEP = 1024
 # Larger micro-batches gain nothing measurable: their matrices fill a GPU long before.
@@ -153,7 +154,7 @@ def _built_buckets(sync: WeightSyncConfig, rank: TrainerRank) -> int:
     """
     whole = model_parameters(rank.info)[0] * rank.element
     bucket = min(int(sync.bucket_mb * MIB), whole)
-    return 5 * bucket
+    return SYNC_BUCKETS * bucket
 
 
 def _largest_tensor(rank: TrainerRank) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megarl.common.values import GIB
-from megarl.config.memory_plan.memory import Memory, Term
+from megarl.config.memory_plan.memory import SYNC_BUCKETS, Memory, Term
 
 # Bytes per second of copies between a GPU and pinned host memory: PCIe 5. An estimate.
 COPY_SPEED = 50 * GIB
@@ -14,6 +14,7 @@ _GENERATE, _TRAIN, _PUBLISH = "generate", "train", "publish"
 # What stays while the other side has the GPU: contexts, communicators, the buffers of a sync. Both sides' estimates.
 _KEPT = ("CUDA and NCCL", "CUDA, NCCL and graphs", "sync buckets")
 _MOVED = ("weights", "optimizer")
+_RELAY_BUCKETS = 2  # that a rank passes on to an engine (`megarl/weights/group/relay.py`)
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def shared_memory(trainer: Memory, engine: Memory, frozen: Sequence[str]) -> Sha
     terms = [Term(f"{term.name} ({side})", term.bytes, note=term.note) for side, memory in
              (("trainer", trainer), ("engine", engine)) for term in memory.terms
              if term.name in _KEPT and term.when == "always"]  # fmt: skip
+    terms.append(Term("relay", trainer.term("sync buckets").bytes * _RELAY_BUCKETS // SYNC_BUCKETS))
     peak = max(trainer.total(phase) for phase in trainer.phases)
     kept = sum(term.bytes for term in trainer.terms if term.name in _KEPT and term.when == "always")
     terms.append(Term("trainer's state", sum(term.bytes for term in own), _TRAIN))

@@ -317,7 +317,11 @@ class WeightSyncConfig(Section):
     """The transfer of weights from the trainer to the engines."""
 
     bucket_mb: float = Field(64.0, gt=0, le=2**20, description="Bucket size, MiB.")
-    transport: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo without.")
+    transport: Literal["auto", "nccl", "gloo", "relay"] = Field(
+        "auto",
+        description="auto: nccl on GPUs, gloo without, and with `rollout.share_gpus` relay: each rank passes the "
+        "weights on to the engine on its GPU.",
+    )
     recompute_kv: bool = Field(
         True,
         description="Recompute KV caches of in-flight requests after a sync. false: they go on with the values of the "

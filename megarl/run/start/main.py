@@ -228,7 +228,9 @@ def _train(
     from megarl.run.ranks.control_group import join_peers
     from megarl.run.ranks.watch import watch_ranks
 
-    platform = platforms.activate(_own_device(plan, int(os.environ["LOCAL_RANK"])))
+    own = _own_device(plan, int(os.environ["LOCAL_RANK"]))
+    # Engines on the rank's own GPU map the buffers of its weights.
+    platform = platforms.activate(own, expandable=not config.rollout.share_gpus)
     import torch
 
     store = join_peers(platform.backend, config.timeouts.collective_s, config.run_dir)

@@ -1,5 +1,7 @@
 """The process groups by which the members of a weight sync broadcast: gloo on CPU, NCCL on CUDA.
 
+Engines on the trainer's GPUs are in no such group: the trainer ranks pass on to them what they get (`relay.py`).
+
 Tensors may have any shape.
 """
 
@@ -8,12 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol, cast
 
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Work
+
+from megarl.weights.group import relay
+from megarl.weights.group.relay import Exchange
 
 
 class Backend(Protocol):
@@ -38,6 +43,8 @@ class MemberPlace:
     size: int
     connect_s: float
     operation_s: float
+    senders: int = 0  # the first members, which are trainer ranks
+    exchange: Exchange | None = None  # for the members of a relay
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,38 @@ def _make_nccl(store: PrefixStore, place: MemberPlace) -> Backend:
         return cast("Backend", ProcessGroupNCCL(store, place.rank, place.size, options))
 
 
+class _WithoutAbort:
+    """A gloo group, whose operations end by themselves."""
+
+    def __init__(self, group: Backend) -> None:
+        self.broadcast, self.shutdown = group.broadcast, group.shutdown
+
+    def abort(self) -> None:
+        """Do nothing: `Group` keeps the group."""
+
+
+def _relay(
+    make: Callable[[PrefixStore, MemberPlace], Backend], *, cuda: bool
+) -> Callable[[PrefixStore, MemberPlace], Backend]:
+    """Return what connects one member of a relay. `make`: connects a trainer rank with the others."""
+
+    def connect(store: PrefixStore, place: MemberPlace) -> Backend:
+        def inner() -> Backend:
+            group = make(PrefixStore("trainers", store), replace(place, size=place.senders))
+            return group if cuda else _WithoutAbort(group)
+
+        assert place.exchange is not None
+        device = relay.device_of(torch.cuda.current_device() if cuda else -1)
+        own = relay.RelayPlace(place.name, place.rank, place.size, place.senders, device, place.connect_s)
+        return cast("Backend", relay.join(own, place.exchange, inner if place.senders > 1 else None))
+
+    return connect
+
+
 BACKENDS = {
     "gloo": BackendKind("cpu", on_streams=False, make=_make_gloo),
     "nccl": BackendKind("cuda", on_streams=True, make=_make_nccl),
+    # A relay is driven by looks at it, as an operation on a stream is observed.
+    "relay": BackendKind("cpu", on_streams=True, make=_relay(_make_gloo, cuda=False)),
+    "relay_cuda": BackendKind("cuda", on_streams=True, make=_relay(_make_nccl, cuda=True)),
 }

@@ -15,6 +15,8 @@ class ReplicaHandle(Protocol):
     `start_weight_update()`, `update_weights(update_info)`, `finish_weight_update(version)` (None: it stays the same),
     `resume()`, `abandon_weight_update(ABANDON)` after a sync that another member has interrupted, and `fail(reason)`.
     One that has abandoned a sync stays paused, and refuses to resume, until it has loaded all weights of a later one.
+    Where engines share the trainer's GPUs also `sleep()`, `wake(part)` with "weights" instead of a pause and "kv_cache"
+    instead of `resume()`, and `shutdown()`.
     """
 
     @property

@@ -45,7 +45,7 @@ class GroupMembers:
     senders: tuple[int, ...]  # global trainer ranks
     replicas: tuple[str, ...]
     workers: tuple[int, ...]  # the number per replica
-    backend: str  # a key of BACKENDS: "nccl" or "gloo"
+    backend: str  # a key of BACKENDS
     timeout_s: float  # of one operation; that of NCCL's can only be set for all operations of a group
 
     @property
@@ -179,9 +179,9 @@ class Group:
         assert self.rank is not None
         store = self.store.prefixed(f"{self._prefix}/rendezvous")
         # Our own deadline, whose error names members, comes before the library's timeout.
-        place = MemberPlace(
-            self.name, self.rank, len(self.names), timeout_s, self.members.timeout_s + OPERATION_SLACK_S
-        )
+        operation_s, senders = self.members.timeout_s + OPERATION_SLACK_S, len(self.members.senders)
+        exchange = _Exchange(self.store.connection(), f"{self._prefix}/relay")
+        place = MemberPlace(self.name, self.rank, len(self.names), timeout_s, operation_s, senders, exchange)
         return self._kind.make(store, place)
 
     def begin(self, sync: int, buckets: int, timeout_s: float) -> None:
@@ -287,6 +287,21 @@ class Group:
         self.progress.freeze()
         where = "" if bucket is None else f" in bucket {bucket + 1} of {self.buckets}"
         return ConnectionLost(f"{self.name} lost its connection{where}: {_first_line(error)}")
+
+
+class _Exchange:
+    """The keys of the store under one prefix."""
+
+    def __init__(self, store: SyncStore, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def put(self, key: str, value: object) -> None:
+        """Set a value."""
+        self._store.put(f"{self._prefix}/{key}", value)
+
+    def block_all(self, keys: Sequence[str], timeout_s: float) -> list[Any] | None:
+        """Return the values of all keys, or None if they are not there in time."""
+        return self._store.block_all([f"{self._prefix}/{key}" for key in keys], timeout_s)
 
 
 class PendingBroadcast:

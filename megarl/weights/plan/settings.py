@@ -66,7 +66,15 @@ class SyncSettings:
 
     @property
     def backend(self) -> str:
-        """The process group's backend, `nccl` or `gloo`."""
-        if self.transport != "auto":
-            return self.transport
-        return "nccl" if torch.cuda.is_available() else "gloo"
+        """The key of `megarl.weights.group.backends.BACKENDS`."""
+        cuda, transport = torch.cuda.is_available(), self.transport
+        if transport == "relay" or (transport == "auto" and self.asleep):
+            return "relay_cuda" if cuda else "relay"
+        if transport != "auto":
+            return transport
+        return "nccl" if cuda else "gloo"
+
+    @property
+    def relays(self) -> bool:
+        """Whether trainer ranks pass the weights on to the engines of their own devices."""
+        return self.backend.startswith("relay")

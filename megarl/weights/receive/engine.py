@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted, WeightSyncError
+from megarl.weights.group.backends import BACKENDS
 from megarl.weights.group.protocols import ABANDON
 from megarl.weights.group.store import SyncStore
 from megarl.weights.group.transport import Group, GroupMembers
@@ -97,7 +98,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         store = SyncStore(init_info.host, init_info.port, bytes.fromhex(init_info.key))
         group = Group(store, members, members.offset(init_info.replica) + worker)
         group.join(init_info.timeout_s, loads_in_place=self.loader.check() is None)
-        device = self.device if members.backend == "nccl" else torch.device("cpu")
+        device = self.device if BACKENDS[members.backend].device == "cuda" else torch.device("cpu")
         self._receiver = Receiver(group, plan, self.loader, device)
         self.loader.check_next_sync()
 

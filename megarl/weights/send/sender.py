@@ -206,7 +206,7 @@ class WeightSender:
                 # An engine that starts alongside training would find no memory on a shared GPU.
                 alongside = later and not settings.asleep
                 (engines.handles.replace_later if alongside else engines.handles.restart)(replace, settings.restart_s)
-            senders = self.plan.owners
+            senders = range(self._world) if settings.relays else self.plan.owners
             return engines.members(self._generation, senders, settings.backend, settings.sync_s).to_json()
 
         wait_s = self._controller_s + (settings.restart_s if replace else 0.0)
@@ -295,8 +295,8 @@ class WeightSender:
         """
         if layer_span != self.plan.layer_span:
             self.plan = bucket_plan(self.plan.specs, self.settings.bucket_bytes, layer_span)
-        backend = self.settings.backend
-        device = torch.device(BACKENDS[backend].device)
+        settings = self.settings
+        device = torch.device(BACKENDS[settings.backend].device)
         packer = BucketPacker(self.plan, self._rank, device)
         self._order = schedule(self.plan)
         # The exporter needs the order of the gathers: in each second one a rank sends from the same memory.
@@ -305,7 +305,8 @@ class WeightSender:
         gathers = self._exporter.gathers([requests[index] for index in gathered], device)
         by_bucket = dict(zip(gathered, gathers, strict=True))
         self._gathers = [by_bucket[bucket.index] for bucket in self.plan.buckets]
-        self._packer = packer if self._rank in self.plan.owners else None
+        takes_part = settings.relays or self._rank in self.plan.owners
+        self._packer = packer if takes_part else None
 
     def _attempt(self, version: int, may_repeat: bool) -> dict[str, Any]:
         """Make one attempt to publish. Return its outcome, which the leader determines for all ranks."""

@@ -36,6 +36,7 @@ def test_a_synchronous_run_may_share_its_gpus_and_others_are_not_asked() -> None
         ({"gateway__enabled": True}, "requests of the gateway would wait"),
         ({"rollout__load_weights": True}, "set rollout.load_weights: false"),
         ({"weight_sync__recompute_kv": False}, "set weight_sync.recompute_kv: true"),
+        ({"weight_sync__transport": "nccl"}, "NCCL takes no two members on one GPU"),
         ({"rollout__max_replicas": 2}, "remove rollout.max_replicas"),
         ({"rollout__devices": [0]}, "remove rollout.devices"),
         ({"rollout__nodes": "separate"}, "remove rollout.devices, rollout.gpus_per_node and rollout.nodes"),
@@ -52,10 +53,17 @@ def test_refusals(changes: dict[str, Any], text: str) -> None:
     assert text in found and ("rollout.share_gpus" in found)
 
 
-def test_without_a_transport_between_members_on_one_gpu_the_weights_need_host_memory() -> None:
+def test_memory_that_another_process_cannot_map_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problems("cuda") == []
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
     (found,) = problems("cuda")
-    assert "NCCL takes no two members on one GPU" in found and "weight_sync.transport: gloo" in found
-    assert problems("cuda", weight_sync__transport="gloo") == []
+    assert "PYTORCH_CUDA_ALLOC_CONF has expandable segments" in found
+    assert problems("cpu") == []
+
+
+def test_a_relay_is_for_shared_gpus_only() -> None:
+    (found,) = shared_gpus_problems(config_of("model", weight_sync__transport="relay"), "cpu")
+    assert "weight_sync.transport: relay is for engines on the trainer's GPUs" in found
 
 
 def test_engines_are_on_the_gpus_of_the_trainer() -> None:

@@ -21,11 +21,12 @@ from megarl.weights.plan.settings import SyncReport, SyncSettings
 from megarl.weights.send.sender import WeightSender
 from tests.support.engines.fake_engines import FakeReplica, ListExporter
 from tests.support.engines.live_engine import LiveReplica, Response, reference
+from tests.support.engines.transport import TRANSPORT
 from tests.support.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.engine
 # Smaller than the embedding: it travels in several buckets, and fused modules straddle buckets.
-SETTINGS = SyncSettings(bucket_bytes=20_000, sync_s=60.0, rpc_s=60.0, restarts=0, transport="gloo")
+SETTINGS = SyncSettings(bucket_bytes=20_000, sync_s=60.0, rpc_s=60.0, restarts=0, transport=TRANSPORT)
 PROMPTS = [[5, 17, 33, 60, 7], [80, 9, 9, 41], list(range(4, 40))]
 
 

@@ -30,9 +30,10 @@ from megarl.weights.send.leader import EngineCalls
 from megarl.weights.send.sender import WeightSender
 from megarl.weights.send.sync_attempt import SyncAttempt
 from tests.support.engines.fake_engines import FakePool, FakeReplica, ListExporter, ListGather, random_tensors
+from tests.support.engines.transport import TRANSPORT
 from tests.support.trainer.configs import config
 
-SETTINGS = SyncSettings(bucket_bytes=8192, sync_s=30.0, rpc_s=10.0, restart_s=10.0, restarts=0, transport="gloo")
+SETTINGS = SyncSettings(bucket_bytes=8192, sync_s=30.0, rpc_s=10.0, restart_s=10.0, restarts=0, transport=TRANSPORT)
 
 
 def make_sender(pool: FakePool, settings: SyncSettings = SETTINGS) -> tuple[WeightSender, ListExporter]:

@@ -22,10 +22,11 @@ from megarl.weights.group.store import SyncStore
 from megarl.weights.plan.settings import SyncSettings
 from megarl.weights.send.sender import WeightSender
 from tests.support.engines.fake_engines import FakePool, ListExporter, ListGather, random_tensors
+from tests.support.engines.transport import TRANSPORT
 from tests.support.ranks.models.layouts import make_layout, use_layout
 from tests.support.ranks.models.models import load
 
-SETTINGS = SyncSettings(bucket_bytes=8192, sync_s=30.0, rpc_s=20.0, restart_s=20.0, restarts=1, transport="gloo")
+SETTINGS = SyncSettings(bucket_bytes=8192, sync_s=30.0, rpc_s=20.0, restart_s=20.0, restarts=1, transport=TRANSPORT)
 
 
 def with_settings(**changes: Any) -> SyncSettings:

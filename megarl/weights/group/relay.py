@@ -1,0 +1,344 @@
+"""The way of weights to engines on the trainer's GPUs: NCCL takes no two members on one GPU.
+
+The trainer ranks broadcast among themselves. Each passes what it gets on to the engine workers on its device, through
+two buffers that both processes map: it fills one, says so, and fills the other one while the workers read. A worker
+copies the content and answers; then the buffer is free. On a GPU the buffers are plain device memory, of which the
+workers get a CUDA IPC handle; elsewhere they are in a memfd. Handles are exchanged once per buffer as plain values,
+without pickle.
+
+Both ends talk over a Unix socket in the abstract namespace. Its name comes through the run's signed store, and each
+end checks that the other process is its own user's. A socket that closes is a member that has died.
+
+Tensors may have any shape; B bytes of a buffer.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import BroadcastOptions, Work
+
+BUFFERS = 2
+_MESSAGE_BYTES = 4096
+_POLL_S = 0.0005
+
+
+class Exchange(Protocol):
+    """The parts of the signed store that members find each other by."""
+
+    def put(self, key: str, value: object) -> None:
+        """Set a value, which JSON can hold."""
+
+    def block_all(self, keys: Sequence[str], timeout_s: float) -> list[Any] | None:
+        """Return the values of all keys, or None if they are not there in time."""
+
+
+@dataclass(frozen=True)
+class RelayPlace:
+    """One member's place: the trainer ranks are the first `senders` of `size`. `device`: where it is, for a match."""
+
+    name: str
+    rank: int
+    size: int
+    senders: int
+    device: str
+    connect_s: float
+
+
+class Inner(Protocol):
+    """The group of the trainer ranks alone."""
+
+    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work:
+        """Begin a broadcast from the rank in `options`."""
+
+    def abort(self) -> None:
+        """End all operations that are running."""
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+
+
+class RelayWork:
+    """One broadcast, in steps. It stands for torch's Work."""
+
+    def __init__(self, steps: Iterator[None], *, driven: bool = False) -> None:
+        """`steps`: ends when the broadcast has, and raises what it fails with.
+
+        `driven`: a thread calls `advance`; otherwise the broadcast goes on whenever it is looked at.
+        """
+        self._steps, self._driven, self._ended = steps, driven, False
+        self._failure: BaseException | None = None
+
+    def is_completed(self) -> bool:
+        """Tell whether it has ended, or failed."""
+        return self._ended if self._driven else self.advance()
+
+    def advance(self) -> bool:
+        """Take one step, and tell whether it was the last one."""
+        if not self._ended:
+            try:
+                next(self._steps)
+            except StopIteration:
+                self._ended = True
+            except OSError as error:
+                self._failure = RuntimeError(f"the connection of the relay is lost: {error}")
+                self._ended = True
+            except Exception as error:
+                self._failure = error
+                self._ended = True
+        return self._ended
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for its end. Raises RuntimeError if it has failed, or after `timeout`."""
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        while not self.is_completed():
+            if deadline is not None and time.monotonic() > deadline:
+                raise RuntimeError("the relay has not ended in time")
+            time.sleep(_POLL_S)
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+
+def device_of(number: int) -> str:
+    """Return what identifies this process's device on its host; "" without a GPU, where any worker matches."""
+    return str(torch.cuda.get_device_properties(number).uuid) if number >= 0 else ""
+
+
+def join(place: RelayPlace, exchange: Exchange, inner: Callable[[], Inner] | None) -> TrainerEnd | WorkerEnd:
+    """Connect one member. `inner`: makes the group of the trainer ranks; None if there is only one.
+
+    Raises RuntimeError if the members do not find each other within `place.connect_s`.
+    """
+    deadline = time.monotonic() + place.connect_s
+    here = {"host": os.uname().nodename, "device": place.device}
+
+    def others(kind: str, ranks: range) -> list[Any]:
+        left = max(0.1, deadline - time.monotonic())
+        answers = exchange.block_all([f"{kind}/{rank}" for rank in ranks], left)
+        if answers is None:
+            raise RuntimeError(f"{place.name} waited {place.connect_s:.0f} s for the members of the relay")
+        return answers
+
+    trainers, workers = range(place.senders), range(place.senders, place.size)
+    if place.rank in trainers:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            name = f"megarl-relay-{secrets.token_hex(16)}"
+            listener.bind(f"\0{name}")
+            listener.listen(max(1, len(workers)))
+            exchange.put(f"trainer/{place.rank}", {**here, "socket": name})
+            mine = sum(answer["relay"] == place.rank for answer in others("worker", workers))
+            listener.settimeout(max(0.1, deadline - time.monotonic()))
+            try:
+                channels = [_own(listener.accept()[0]) for _ in range(mine)]
+            except TimeoutError:
+                waited = f"{place.name} waited {place.connect_s:.0f} s for the engine workers on its device"
+                raise RuntimeError(f"{waited} to connect to its relay") from None
+        return TrainerEnd(None if inner is None else inner(), channels)
+    offers = others("trainer", trainers)
+    near = [rank for rank, offer in enumerate(offers) if {key: offer[key] for key in here} == here]
+    if not near:
+        exchange.put(f"worker/{place.rank}", {"relay": -1})
+        raise RuntimeError(f"{place.name} finds no trainer rank on its device: {here}")
+    relay = near[(place.rank - place.senders) % len(near)]
+    exchange.put(f"worker/{place.rank}", {"relay": relay})
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel.settimeout(max(0.1, deadline - time.monotonic()))
+    channel.connect(f"\0{offers[relay]['socket']}")
+    return WorkerEnd(_own(channel))
+
+
+def _own(channel: socket.socket) -> socket.socket:
+    """Return a connection that does not block. Raises PermissionError if its peer is another user's."""
+    _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if user != os.getuid():
+        channel.close()
+        raise PermissionError(f"a process of user {user} has connected to the relay of weights")
+    channel.setblocking(False)
+    return channel
+
+
+def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Return a message with its files; None if there is none yet. Raises RuntimeError if the peer has gone."""
+    try:
+        content, files, _, _ = socket.recv_fds(channel, _MESSAGE_BYTES, 1)
+    except BlockingIOError:
+        return None
+    if not content:
+        raise RuntimeError("the other end of the relay has closed its connection")
+    return json.loads(content), files
+
+
+class TrainerEnd:
+    """The end of a trainer rank. A thread passes on what comes: the rank itself may wait for others in a gather."""
+
+    def __init__(self, inner: Inner | None, channels: Sequence[socket.socket]) -> None:
+        """`inner`: None for the only rank; `channels`: one to each worker on this device."""
+        self._inner, self._channels = inner, channels
+        self._buffers: list[_Shared | None] = [None] * BUFFERS
+        self._reading: list[set[int]] = [set() for _ in range(BUFFERS)]  # the channels whose worker reads a buffer
+        self._passed = 0
+        self._closed = False
+        self._works: queue.SimpleQueue[RelayWork | None] = queue.SimpleQueue()
+        threading.Thread(target=self._drive, name="weight-relay", daemon=True).start()
+
+    def _drive(self) -> None:
+        while (work := self._works.get()) is not None:
+            while not work.advance():
+                time.sleep(_POLL_S)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> RelayWork:
+        """Take part in a broadcast, and pass it on. The tensor is free when the work has ended."""
+        work = None if self._inner is None else self._inner.broadcast(tensors, options)
+        passing = RelayWork(self._steps(tensors[0], work), driven=True)
+        self._works.put(passing)
+        return passing
+
+    def _steps(self, tensor: torch.Tensor, work: Work | None) -> Iterator[None]:
+        if tensor.device.type == "cuda":
+            torch.cuda.set_device(tensor.device)  # of the thread
+        if work is not None:
+            while not work.is_completed():
+                yield
+            work.wait()
+        if not self._channels:
+            return
+        content_B = tensor.reshape(-1).view(torch.uint8)
+        index = self._passed % BUFFERS
+        while self._reading[index]:
+            if self._closed:
+                raise RuntimeError("the relay was closed while engine workers read from it")
+            self._take_answers()
+            yield
+        self._passed += 1
+        buffer, files = self._buffers[index], list[int]()
+        told: dict[str, Any] = {"buffer": index, "nbytes": content_B.numel()}
+        if buffer is None or buffer.content_B.numel() < content_B.numel():
+            buffer = self._buffers[index] = _Shared.new(content_B.numel(), tensor.device)
+            told["handle"], files = buffer.export()
+        buffer.content_B[: content_B.numel()].copy_(content_B)
+        _synchronize(tensor.device)
+        for number, channel in enumerate(self._channels):
+            socket.send_fds(channel, [json.dumps(told).encode()], files)
+            self._reading[index].add(number)
+
+    def _take_answers(self) -> None:
+        for number, channel in enumerate(self._channels):
+            while (answer := _receive(channel)) is not None:
+                self._reading[answer[0]["free"]].discard(number)
+
+    def abort(self) -> None:
+        """End all operations that are running."""
+        if self._inner is not None:
+            self._inner.abort()
+        self._close()
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        if self._inner is not None:
+            self._inner.shutdown()
+        self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        self._works.put(None)
+        for channel in self._channels:
+            channel.close()
+        self._channels, self._buffers = (), [None] * BUFFERS
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # what was exported lives until then
+
+
+class WorkerEnd:
+    """The end of an engine worker."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._buffers: dict[int, _Shared] = {}
+
+    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> RelayWork:
+        """Receive a broadcast of a trainer rank into the tensor."""
+        return RelayWork(self._steps(tensors[0]))
+
+    def _steps(self, tensor: torch.Tensor) -> Iterator[None]:
+        while (message := _receive(self._channel)) is None:
+            yield
+        told, files = message
+        if "handle" in told:
+            self._buffers[told["buffer"]] = _Shared.opened(told["handle"], files, tensor.device)
+        target_B = tensor.reshape(-1).view(torch.uint8)
+        if told["nbytes"] != target_B.numel():
+            raise RuntimeError(f"a trainer rank has passed {told['nbytes']} bytes on, not {target_B.numel()}")
+        target_B.copy_(self._buffers[told["buffer"]].content_B[: target_B.numel()])
+        _synchronize(tensor.device)
+        self._channel.send(json.dumps({"free": told["buffer"]}).encode())
+
+    def abort(self) -> None:
+        """End all operations that are running."""
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._channel.close()
+        self._buffers = {}
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A buffer [B] that another process can map; `file`: of a memfd, None on a GPU."""
+
+    content_B: torch.Tensor
+    file: int | None
+
+    @classmethod
+    def new(cls, nbytes: int, device: torch.device) -> _Shared:
+        if device.type == "cuda":
+            return cls(torch.empty(nbytes, dtype=torch.uint8, device=device), None)
+        file = os.memfd_create("megarl-relay")
+        os.ftruncate(file, nbytes)
+        return cls(torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8), file)
+
+    def export(self) -> tuple[dict[str, Any], list[int]]:
+        """Return what `opened` needs: JSON content, and files. On a GPU: torch's own CUDA IPC handle."""
+        if self.file is not None:
+            return {"bytes": self.content_B.numel()}, [self.file]
+        values: Any = self.content_B.untyped_storage()
+        parts = values._share_cuda_()  # torch/multiprocessing/reductions.py: device, handles, sizes, offsets
+        return {"parts": [part.hex() if isinstance(part, bytes) else part for part in parts],
+                "are_bytes": [isinstance(part, bytes) for part in parts]}, []  # fmt: skip
+
+    @classmethod
+    def opened(cls, handle: dict[str, Any], files: Sequence[int], device: torch.device) -> _Shared:
+        """Return the buffer of another process."""
+        if device.type != "cuda":
+            (file,) = files
+            content_B = torch.frombuffer(mmap.mmap(file, handle["bytes"]), dtype=torch.uint8)
+            os.close(file)
+            return cls(content_B, None)
+        pairs = zip(handle["parts"], handle["are_bytes"], strict=True)
+        parts = [bytes.fromhex(part) if is_bytes else part for part, is_bytes in pairs]
+        parts[0] = device.index if device.index is not None else torch.cuda.current_device()
+        storage: Any = torch.UntypedStorage._new_shared_cuda(*parts)  # type: ignore[attr-defined]
+        return cls(torch.empty(0, dtype=torch.uint8, device=device).set_(storage), None)
+
+    def __del__(self) -> None:
+        if self.file is not None:
+            os.close(self.file)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
