@@ -141,7 +141,7 @@ class BareCopy:
         self._thread.start()
 
     def done(self) -> bool:
-        """Tell whether every rank has written all of its bytes."""
+        """Return whether every rank has written all of its bytes."""
         assert self._thread is not None
         writing = torch.tensor([int(self._thread.is_alive())])
         torch.distributed.all_reduce(writing)

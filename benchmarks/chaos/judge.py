@@ -56,7 +56,7 @@ class Judge:
         return True
 
     def _replaced(self, event: Happened, old: Replica) -> bool:
-        """Tell whether a publication has replaced the replica, and all serve.
+        """Return whether a publication has replaced the replica, and all serve.
 
         If a publication has noticed the loss, the new engine starts while the run goes on, and joins a later one.
         """

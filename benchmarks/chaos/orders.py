@@ -90,11 +90,11 @@ late_math.warm_up = math.warm_up  # type: ignore[attr-defined]
 
 
 def is_late(prompt: str, response: str, share: float, seed: int) -> bool:
-    """Tell whether an answer is among the `share` that is late."""
+    """Return whether an answer is among the `share` that is late."""
     digest = hashlib.blake2b(f"{seed}\n{prompt}\n{response}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 def was_late(orders: Path, sample: RewardInput) -> bool:
-    """Tell whether the same answer was late before."""
+    """Return whether the same answer was late before."""
     return (sample.prompt, sample.response) in {(each["prompt"], each["response"]) for each in taken(orders, LATE)}

@@ -57,7 +57,7 @@ def find_replicas(run_dir: Path) -> dict[int, Replica]:
 
 
 def _is_engine(process: psutil.Process) -> bool:
-    """Tell whether a process is an engine: by the title that vLLM gives it, or else as what an actor has spawned.
+    """Return whether a process is an engine: by the title that vLLM gives it, or else as what an actor has spawned.
 
     The title needs room in the environment of the process, which an engine does not always have.
     """
@@ -184,12 +184,12 @@ def printing_to(run_dir: Path) -> list[psutil.Process]:
 
 
 def ended(processes: Sequence[psutil.Process]) -> bool:
-    """Tell whether all processes have ended."""
+    """Return whether all processes have ended."""
     return not any(is_running(process) for process in processes)
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Tell whether a process runs, or is stopped; one that has ended and is not yet waited for does not."""
+    """Return whether a process runs, or is stopped; one that has ended and is not yet waited for does not."""
     return _ask(lambda: bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE), False)
 
 
@@ -201,7 +201,7 @@ def send(processes: Sequence[psutil.Process], number: int) -> None:
 
 
 def is_stopped(processes: Sequence[psutil.Process]) -> bool:
-    """Tell whether all processes are stopped by a signal."""
+    """Return whether all processes are stopped by a signal."""
     return all(_ask(process.status, "") == psutil.STATUS_STOPPED for process in processes)
 
 

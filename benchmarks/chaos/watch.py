@@ -138,7 +138,7 @@ class WatchedRun:
         return sum(_count(log, text) for log in [self.log, *(self.run_dir / "logs").glob("worker-*.log")])
 
     def has_told(self, event: Happened) -> bool:
-        """Tell whether the run has told of a fault as its kind says."""
+        """Return whether the run has told of a fault as its kind says."""
         told = event.fault.kind.told
         return not told or self.told(told) > event.told_before
 
@@ -209,12 +209,12 @@ def catch(moment: str, engine: psutil.Process, run_dir: Path, over: Callable[[],
 
 
 def _generates(engine: psutil.Process, run_dir: Path) -> bool:
-    """Tell whether an engine computes, and not in a publication, in which it loads weights."""
+    """Return whether an engine computes, and not in a publication, in which it loads weights."""
     return _computes(engine) and version_being_published(run_dir) is None
 
 
 def _computes(engine: psutil.Process) -> bool:
-    """Tell whether an engine computes right now: in a short time, since a response takes a fraction of a second."""
+    """Return whether an engine computes right now: in a short time, since a response takes a fraction of a second."""
     before = _scheduled_s(engine)
     time.sleep(GLANCE_S)
     return _scheduled_s(engine) - before > GLANCE_S * BUSY_SHARE

@@ -73,5 +73,5 @@ def damage(checkpoint: Path, rng: random.Random) -> str:
 
 
 def refused(checkpoint: Path) -> bool:
-    """Tell whether the run has set a damaged checkpoint aside."""
+    """Return whether the run has set a damaged checkpoint aside."""
     return any(checkpoint.parent.glob(f"{checkpoint.name}.damaged*"))

@@ -175,7 +175,7 @@ def skip(groups: Sequence[CountedGroup]) -> list[CountedGroup]:
 
 
 def is_finite(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether all log-probs of the rows are finite, those of failed samples too."""
+    """Return whether all log-probs of the rows are finite, those of failed samples too."""
     return all(math.isfinite(value) for row in rows for value in row["rollout_logprobs"])
 
 

@@ -96,5 +96,5 @@ def _read_manifest(out: Path) -> dict[str, Any] | None:
 
 
 def _complete(out: Path, manifest: dict[str, Any]) -> bool:
-    """Tell whether every file of the manifest is there with its digest."""
+    """Return whether every file of the manifest is there with its digest."""
     return all((out / name).is_file() and _sha256(out / name) == digest for name, digest in manifest["files"].items())

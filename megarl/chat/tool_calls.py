@@ -139,7 +139,7 @@ class BareFormat(ToolFormat):
         return ParsedTurn(f"{thought}{behind}".strip(), tuple(calls))
 
     def _is_call(self, body: str, tools: ToolSchemas) -> bool:
-        """Tell whether an object is meant as a call; one that cannot be read is, if it has the two keys of one."""
+        """Return whether an object is meant as a call; one that cannot be read is, if it has the two keys of one."""
         keys = {self.arguments_key, *_ARGUMENTS}
         try:
             value = json.loads(body)

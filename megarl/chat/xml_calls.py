@@ -181,7 +181,7 @@ def read_value(text: str, schema: Mapping[str, Any], key: str) -> Any:  # noqa: 
     """Return the value of the argument `key`, whose types the JSON schema of all arguments declares.
 
     A value of several possible types is a string only if it is none of the others. One without a declared type is a
-    string. Raises ValueError that tells which types were declared.
+    string. Raises ValueError, which says which types were declared.
     """
     types = _types(_declared(schema, key), schema, set())
     word = text.strip()

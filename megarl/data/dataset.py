@@ -112,7 +112,7 @@ def row_mistakes(
 
 
 def has_more_rows(path: Path, limit: int) -> bool:
-    """Tell whether a prompt file has more than `limit` rows; no row is parsed."""
+    """Return whether a prompt file has more than `limit` rows; no row is parsed."""
     if path.suffix in PARQUET_SUFFIXES:
         import pyarrow.parquet
 

@@ -33,7 +33,7 @@ from megarl.environments.gateway_client import AttemptLost
 logger = logging.getLogger(__name__)
 
 LARGEST_MESSAGE = 256 * MIB
-CANCEL_S = 5.0  # in which a cancelled run is told to the server
+CANCEL_S = 5.0  # for reporting a cancelled run to the server
 
 
 class EnvironmentLost(AttemptLost):
@@ -112,7 +112,7 @@ class EnvironmentClient:
         self._receiver = asyncio.get_running_loop().create_task(self._receive())
 
     async def health(self, timeout_s: float) -> bool:
-        """Tell whether the server answers within `timeout_s`."""
+        """Return whether the server answers within `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ask("health", {})

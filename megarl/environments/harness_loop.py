@@ -72,7 +72,7 @@ class Harness:
 
     @classmethod
     def of(cls, agent: AgentConfig) -> Harness:
-        """Return the loop of a config. Raises ValueError that tells what is wrong with `agent.act`."""
+        """Return the loop of a config. Raises ValueError, which says what is wrong with `agent.act`."""
         path = agent.act or ""
         found: Any = imported(path, "agent.act:")
         if not inspect.iscoroutinefunction(found):

@@ -119,7 +119,7 @@ class EvalReport:
 
 
 def are_verdicts(scores: Sequence[float]) -> bool:
-    """Tell whether all scores say right (1) or wrong (0), so that their mean is a share of correct responses.
+    """Return whether all scores say right (1) or wrong (0), so that their mean is a share of correct responses.
 
     That of any others, such as partial credit, is a score: no page and no terminal calls it an accuracy.
     """

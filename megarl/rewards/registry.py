@@ -158,7 +158,7 @@ def _open_parameters(name: str, target: Callable[..., object], kwargs: dict[str,
 
 
 def _is_sample(parameter: Parameter) -> bool:
-    """Tell whether the only required parameter is the whole sample, not one field of it."""
+    """Return whether the only required parameter is the whole sample, not one field of it."""
     annotation = parameter.annotation
     if annotation is RewardInput:
         return True

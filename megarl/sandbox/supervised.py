@@ -286,7 +286,7 @@ class SupervisedRun:
                     self._selector.unregister(key.fd)  # a program has not begun, so there is nothing to feed or to read
 
     def _end_init(self) -> bool:
-        """Kill the init of the namespace, and tell whether it and all below it have ended."""
+        """Kill the init of the namespace, and return whether it and all below it have ended."""
         if self._init_handle is None:
             return self._ended
         with contextlib.suppress(ProcessLookupError):

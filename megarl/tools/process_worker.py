@@ -95,7 +95,7 @@ class DescribedFunction:
         return {key: value for key, value in schema.items() if key != "title"} | {"type": "object"}
 
     def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments converted to their types; raises ValueError that tells the model what is wrong."""
+        """Return the arguments converted to their types; raises ValueError, which tells the model what is wrong."""
         try:
             model = self.arguments.model_validate(arguments)
         except ValidationError as error:

@@ -92,7 +92,7 @@ def filled(row: Trajectory) -> Trajectory:
 
 
 def same(row: Trajectory, other: Trajectory) -> bool:
-    """Tell whether two trajectories are equal, signs of zero and types of stream values included."""
+    """Return whether two trajectories are equal, signs of zero and types of stream values included."""
     return row == other and exact(row) == exact(other)
 
 

@@ -467,12 +467,12 @@ def family(run_dir: Path, process: subprocess.Popen[str]) -> set[psutil.Process]
 
 
 def is_replaced(run_dir: Path) -> bool:
-    """Tell whether a sync has replaced the engine and the run has gone on."""
+    """Return whether a sync has replaced the engine and the run has gone on."""
     return any(record.get("sync/restarted_replicas") for record in step_records(run_dir)[:-1])
 
 
 def is_recovered(run_dir: Path) -> bool:
-    """Tell whether the events tell of the lost engine, and then that the run goes on."""
+    """Return whether the events tell of the lost engine, and then that the run goes on."""
     events = sorted(read_events(run_dir, {"fault", "recovery"}), key=lambda each: each.begin)
     found = [each.name for each in events if (each.args["kind"], each.replica) == ("engine", 0)]
     return "recovery" in found and found[0] == "fault"

@@ -143,7 +143,7 @@ class Checkpointer:
         self._copied = self._copy(step)
 
     def has_copy(self, step: int) -> bool:
-        """Tell whether the state after `step` steps has been copied, and not been saved yet."""
+        """Return whether the state after `step` steps has been copied, and not been saved yet."""
         return self._copied is not None and self._copied.step == step
 
     def _save(self, step: int, record: dict[str, Any] | None, *, wait: bool) -> bool:

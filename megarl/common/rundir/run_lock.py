@@ -59,7 +59,7 @@ class Holder:
         return cls(what, platform.node(), this_place(), process, launch, since)
 
     def same_run(self, other: Holder) -> bool:
-        """Tell whether both are one run: one launch, or one process (torchrun's agent) that has restarted its ranks."""
+        """Say whether both are one run: one launch, or one process (torchrun's agent) that has restarted its ranks."""
         if self.launch is not None or other.launch is not None:
             return self.launch == other.launch
         return self.place == other.place and self.process == other.process
@@ -96,7 +96,7 @@ class Sighting:
             return cls(UNKNOWN, renewed_ns)
 
     def has_ended(self) -> bool | None:
-        """Tell whether the holder, a process of this host, has ended; None if it is of another place or unknown."""
+        """Return whether the holder, a process of this host, has ended; None if it is of another place or unknown."""
         return None if self.holder == UNKNOWN else has_ended(self.holder.process, self.holder.place)
 
 

@@ -149,7 +149,7 @@ class PackedAttention(torch.nn.Module):
 
 
 def _takes_groups(queries: torch.Tensor, *, masked: bool) -> bool:
-    """Tell whether a fused kernel takes fewer key than query heads: on CUDA only flash attention (torch 2.13), which
+    """Return whether a fused kernel takes fewer key than query heads: on CUDA only flash attention (torch 2.13), which
     takes neither fp32 nor a mask. Without a fused kernel all scores are kept for the backward pass."""
     return not queries.is_cuda or (queries.dtype != torch.float32 and not masked)
 
@@ -209,7 +209,7 @@ def _engine_block(info: ModelInfo, config: TransformerConfig, vp_stage: int | No
 
 
 def _has_packed_kernel(config: TransformerConfig) -> bool:
-    """Tell whether Transformer Engine has a kernel for packed sequences of this precision on this GPU.
+    """Return whether Transformer Engine has a kernel for packed sequences of this precision on this GPU.
 
     cuDNN's needs bf16 and Hopper or newer, flash-attn's bf16 (transformer-engine 2.20.2, `get_attention_backend` and
     nvte_get_fused_attn_backend_v2). Without one it pads the sequences, and keeps all scores for the backward pass.

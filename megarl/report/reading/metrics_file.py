@@ -101,7 +101,7 @@ class RunMetrics:
         self._index = {name: number for number, name in enumerate(self.names)}
 
     def has(self, name: str) -> bool:
-        """Tell whether any step has a value of this series."""
+        """Return whether any step has a value of this series."""
         number = self._index.get(name)
         return number is not None and bool(self.buckets.known[:, number].any())
 
@@ -251,7 +251,7 @@ class MetricsReader:
 
 
 def is_graded(points: Sequence[Mapping[str, float]]) -> bool:
-    """Tell whether a set's scores are no shares of correct responses; metrics of older runs tell it by their range."""
+    """Say whether a set's scores are no shares of correct responses; metrics of older runs tell it by their range."""
     return any(
         values.get("graded") or any(not 0 <= values.get(kind, 0.0) <= 1 for kind in ("greedy", "sampled"))
         for values in points

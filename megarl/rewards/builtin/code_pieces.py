@@ -71,7 +71,7 @@ def _asserted(statement: ast.stmt) -> ast.stmt:
 
 
 def _imports_answer(statement: ast.stmt) -> bool:
-    """Tell whether a statement imports names of the answer, which are there without it."""
+    """Return whether a statement imports names of the answer, which are there without it."""
     if isinstance(statement, ast.Import) and any(each.name in _ANSWER_MODULES for each in statement.names):
         raise ValueError(
             f"write {ast.unparse(statement)!r} of the row's `tests` as `from ... import` of the answer's names"

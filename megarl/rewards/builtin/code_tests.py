@@ -122,7 +122,7 @@ def _two_lists(inputs: object, outputs: object) -> tuple[Sequence[Any], Sequence
 
 
 def same_output(written: str, expected: str) -> bool:
-    """Tell whether two outputs are equal but for white space at the ends of lines and empty lines at the end.
+    """Return whether two outputs are equal but for white space at the ends of lines and empty lines at the end.
 
     A decimal of the expected output may also be near: within `TOLERANCE`.
     """

@@ -138,7 +138,7 @@ def _same(gold: Parsed, parsed: Parsed) -> bool:
 
 
 def _same_curve(a: Any, b: Any) -> bool:  # noqa: ANN401 (sympy has no types)
-    """Tell whether two polynomial equations in several variables are multiples of each other."""
+    """Return whether two polynomial equations in several variables are multiples of each other."""
     from sympy import Eq, cancel
 
     if not all(isinstance(side, Eq) and len(side.free_symbols) > 1 for side in (a, b)):
@@ -151,7 +151,7 @@ def _same_curve(a: Any, b: Any) -> bool:  # noqa: ANN401 (sympy has no types)
 
 
 def _apart(a: Any, b: Any) -> bool:  # noqa: ANN401 (sympy has no types)
-    """Tell whether values that math-verify takes as equal differ by more than a small part of their size.
+    """Return whether values that math-verify takes as equal differ by more than a small part of their size.
 
     It compares with an absolute tolerance, within which all small numbers are equal.
     """
@@ -174,7 +174,7 @@ def _apart(a: Any, b: Any) -> bool:  # noqa: ANN401 (sympy has no types)
 
 
 def _contradicts_itself(text: str) -> bool:
-    """Tell whether a chain such as 11 = 12 has two sides without a variable that differ."""
+    """Return whether a chain such as 11 = 12 has two sides without a variable that differ."""
     parts = [side for side in sides(text) if _ARITHMETIC.fullmatch(side)]
     values = [found[0] for side in parts if (found := _parse(side)) and getattr(found[0], "is_finite", False)]
     rounded = any("." in side for side in parts)

@@ -135,7 +135,7 @@ class Answer:
         return str(self.literal.value) + ("%" if self.percent else "")
 
     def says(self, other: Answer) -> bool:
-        """Tell whether two decided answers are the same."""
+        """Return whether two decided answers are the same."""
         if self.literal is None or other.literal is None:
             return self.verbatim == other.verbatim
         mine, theirs = self.literal, other.literal
@@ -154,7 +154,7 @@ class Literal:
     exact: bool
 
     def equals(self, other: Literal) -> bool:
-        """Tell whether two numbers are the same: decimals if six places and six significant digits agree."""
+        """Return whether two numbers are the same: decimals if six places and six significant digits agree."""
         one, two = self.value, other.value
         if one == two or (self.exact and other.exact):
             return one == two

@@ -219,7 +219,7 @@ def tagged_answer(text: str) -> str | None:
 
 
 def states_answer(text: str) -> bool:
-    """Tell whether a text says what its answer is."""
+    """Return whether a text says what its answer is."""
     return _ANSWER.search(text) is not None
 
 

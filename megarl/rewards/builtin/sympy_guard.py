@@ -29,7 +29,7 @@ _GROWING = re.compile(
 
 
 def is_too_large(text: str) -> bool:
-    """Tell whether an answer in LaTeX or plain text is too large to be evaluated."""
+    """Return whether an answer in LaTeX or plain text is too large to be evaluated."""
     levels = ((letter in "([{") - (letter in ")]}") for letter in text)
     if len(text) > MAX_CHARACTERS or text.count(",") >= MAX_ELEMENTS:
         return True

@@ -120,7 +120,7 @@ class Admission:
         return end if self.steps is None else min(end, self.steps)
 
     def _usable(self, version: int) -> bool:
-        """Tell whether the next step may train tokens of `version`."""
+        """Return whether the next step may train tokens of `version`."""
         return self._steps_taken < self._end(version)
 
     @property
@@ -273,7 +273,7 @@ class Admission:
         return ok, failed
 
     def _fills_up(self, missing: int) -> bool:
-        """Tell whether the next step takes the `missing` groups from those that may be used again.
+        """Return whether the next step takes the `missing` groups from those that may be used again.
 
         It does not without a new group that did not fail, or while another step is not committed: the trainer then has
         work, and more new groups may finish.

@@ -57,7 +57,7 @@ class ScheduledBatch:
 
 
 def _is_stale(group: Sequence[SampleTag], oldest: int) -> bool:
-    """Tell whether the trainer drops a group as stale. With too few usable samples it has failed, however old."""
+    """Return whether the trainer drops a group as stale. With too few usable samples it has failed, however old."""
     usable = alive_samples(group)
     return len(usable) >= 2 and any(
         not row.demonstrated and row.oldest_version < oldest for rows in usable for row in rows

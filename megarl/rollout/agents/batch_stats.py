@@ -18,7 +18,7 @@ from megarl.rollout.engine.messages import GenerateResult
 #
 # Requests and tools that a loop has run side by side count each for itself, so the parts may be more than the whole.
 
-SLOWEST = 3  # trajectories of a step that are told of
+SLOWEST = 3  # trajectories of a step that are logged
 PARTS = ("queue", "prefill", "decode", "tool", "reward", "other")
 
 

@@ -27,7 +27,7 @@ def try_agent(config: Config) -> tuple[list[str], dict[str, list[dict[str, Any]]
 
     Return the problems, as `key: what is wrong`, and the schemas of each set's tools by the set's key.
 
-    A tool that cannot be made is told once, and its sets are tried with their other tools. What is wrong with the
+    A tool that cannot be made is reported once, and its sets are tried with their other tools. What is wrong with the
     tokenizer itself is left to `tokenizer_findings`.
     """
     problems: list[str] = []

@@ -286,7 +286,7 @@ class SingleTurn:
 def find_loop(agent: AgentConfig) -> AgentLoop:
     """Return the loop `single_turn`, `tool_agent`, `harness`, or an instance of the class `package.module:Class`.
 
-    Raises ValueError that tells what is wrong with the path, the arguments or the class.
+    Raises ValueError, which says what is wrong with the path, the arguments or the class.
     """
     if agent.loop in (SINGLE_TURN, TOOL_AGENT):
         return SingleTurn() if agent.loop == SINGLE_TURN else ToolAgent()

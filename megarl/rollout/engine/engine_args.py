@@ -104,13 +104,13 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
 
 
 def _has_flashinfer_kernels() -> bool:
-    """Tell whether FlashInfer's kernels are installed, by vLLM's own rule (utils/flashinfer.py:77)."""
+    """Return whether FlashInfer's kernels are installed, by vLLM's own rule (utils/flashinfer.py:77)."""
     declared = os.environ.get("VLLM_HAS_FLASHINFER_CUBIN", "0") not in ("0", "")
     return declared or importlib.util.find_spec("flashinfer_cubin") is not None
 
 
 def reads_weights(rollout: RolloutConfig, model: Path) -> bool:
-    """Tell whether engines read the model's weights when they start; otherwise the first weight sync brings them.
+    """Return whether engines read the model's weights when they start; otherwise the first weight sync brings them.
 
     vLLM cannot read a Megatron checkpoint.
     """

@@ -113,7 +113,7 @@ def build_monitored(arguments: AsyncEngineArgs, monitor: EngineMonitor, hold_s: 
 
 # The events of a replica: the times in which its engine had requests, its load, its parts in publications.
 
-GAP_S = 0.1  # breaks of an engine that are not told of
+GAP_S = 0.1  # shorter breaks of an engine are not reported
 LONGEST_S = 60.0  # of a span, so that readers of a living run see it
 LOAD_S = 10.0  # between two records of the load
 

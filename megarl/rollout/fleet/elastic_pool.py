@@ -299,7 +299,7 @@ class ElasticPool:
                 return max(0, await asyncio.shield(self._look) - placing)
         except TimeoutError:
             raise RolloutError(
-                f"the rollout controller waited {rpc_s:.0f} s (timeouts.rpc_s) for Ray to tell the free places of its "
+                f"the rollout controller waited {rpc_s:.0f} s (timeouts.rpc_s) for Ray to name the free places of its "
                 "nodes: Ray's head is overloaded or cannot be reached; try again later"
             ) from None
 

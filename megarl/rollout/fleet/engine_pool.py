@@ -165,7 +165,7 @@ class EnginePool:
         return self._calls.on(index)
 
     def can_end(self, replica: Replica) -> bool:
-        """Tell whether the engine of a replica that leaves can end: nothing works on it, with it or for it."""
+        """Return whether the engine of a replica that leaves can end: nothing works on it, with it or for it."""
         return not (self._calls.on(replica.index) or replica.published or replica.coming)
 
     async def begin_sync(self) -> None:
@@ -200,7 +200,7 @@ class EnginePool:
         try:
             await self.call(index, "fail", f"was lost: {reason}", timeout_s=_RETIRE_S)
         except RolloutError as failure:
-            logger.info("replica %d, which is lost, was not told so: %s", index, failure)
+            logger.info("replica %d, which is lost, was not notified: %s", index, failure)
 
     async def drain(self, timeout_s: float) -> None:
         """Hold back all requests that have not begun, and wait until those that have begun have ended.

@@ -206,7 +206,7 @@ class ReplicaTable:
         return self.under_way or (self.expects and self._replaces)
 
     def serves_without(self, index: int) -> bool:
-        """Tell whether another replica serves training."""
+        """Return whether another replica serves training."""
         return any(each.index != index for each in self.serving)
 
     def none_left(self, waited: str = "") -> NoReplicaLeft:
@@ -387,6 +387,6 @@ class ReplicaTable:
         self.end_sync()
 
     def go_on_without(self, indices: Collection[int]) -> bool:
-        """Tell whether a publication without these replicas brings its version to one that serves training."""
+        """Return whether a publication without these replicas brings its version to one that serves training."""
         members = {each.index for each in self.members} - set(indices)
         return any(each.index in members for each in self.serving)

@@ -33,7 +33,7 @@ ENDED_PER_INCREASE = 8
 
 
 def has_room(replica: Replica, more: int) -> bool:
-    """Tell whether a replica has room for `more` requests. One that is idle has room for any number."""
+    """Return whether a replica has room for `more` requests. One that is idle has room for any number."""
     return not replica.load or replica.load + more <= replica.limit
 
 
@@ -220,7 +220,7 @@ class Router:
         return chosen.lease()
 
     def _is_next(self, place: _Place) -> bool:
-        """Tell whether nobody comes before a place in the queue."""
+        """Return whether nobody comes before a place in the queue."""
         return next((each for each in self._queue if not each.background), self._queue[0]) is place
 
     def _wake_next(self) -> None:

@@ -214,7 +214,7 @@ class Evaluator:
         return reports
 
     def _write(self, path: Path, eval_sets: Sequence[EvalSet]) -> None:
-        """Write the file of the responses as a whole; tell the user if that fails."""
+        """Write the file of the responses as a whole; warn the user if that fails."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with temporary.open("wb") as file:  # data may have what UTF-8 cannot represent

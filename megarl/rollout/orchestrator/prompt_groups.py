@@ -42,12 +42,12 @@ def ok_rewards(rows: Sequence[Trajectory]) -> list[float]:
 
 
 def is_demonstrated(rows: Sequence[Trajectory]) -> bool:
-    """Tell whether a group's samples are demonstrations, which have no rewards."""
+    """Return whether a group's samples are demonstrations, which have no rewards."""
     return any(row.demonstrated for row in rows)
 
 
 def usable_samples(statuses: Iterable[str]) -> bool:
-    """Tell whether a group can be trained on: at least two samples are ok, as an advantage compares samples."""
+    """Return whether a group can be trained on: at least two samples are ok, as an advantage compares samples."""
     return sum(status == "ok" for status in statuses) >= 2
 
 

@@ -132,7 +132,7 @@ class Superseded:
             self._left[head["group"]] += 1
 
     def later(self, head: Mapping[str, Any]) -> bool:
-        """Tell whether a later record is of the same group."""
+        """Return whether a later record is of the same group."""
         self._left[head["group"]] -= 1
         return self._left[head["group"]] > 0
 
@@ -157,7 +157,7 @@ class History:
         return cls(int(admission["version"]), int(admission["next_group"]), frozenset(admission["unsettled"]))
 
     def settled(self, group: int) -> bool:
-        """Tell whether the end of a group is part of this history."""
+        """Return whether the end of a group is part of this history."""
         return group < self.next_group and group not in self.unsettled
 
 
@@ -186,7 +186,7 @@ class Retention:
         return True
 
     def keeps(self, group: int, newest: int, history: History) -> bool:
-        """Tell whether a finished group can still be used. `newest`: the highest version of its tokens.
+        """Return whether a finished group can still be used. `newest`: the highest version of its tokens.
 
         `history`: what the run has settled so far. Its groups are used again only by a run that resumes from before.
         There, tokens of later versions count as older by the number of lost updates, and soon pass the bound on

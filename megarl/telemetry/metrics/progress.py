@@ -60,7 +60,7 @@ LIVE = ("reward/mean", ACCURACY, ROLLOUT_SPEED, "perf/trainer_tokens_per_second"
 
 
 def are_graded(steps: Iterable[Mapping[str, float | None]]) -> bool:
-    """Tell whether any of these steps has rewards other than right or wrong: they have a mean, and no accuracy."""
+    """Return whether any of these steps has rewards other than right or wrong: they have a mean, and no accuracy."""
     return any(values.get("reward/mean") is not None and values.get(ACCURACY) is None for values in steps)
 
 

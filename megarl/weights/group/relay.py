@@ -83,11 +83,11 @@ class RelayWork:
         self._failure: BaseException | None = None
 
     def is_completed(self) -> bool:
-        """Tell whether it has ended, or failed."""
+        """Return whether it has ended, or failed."""
         return self._ended if self._driven else self.advance()
 
     def advance(self) -> bool:
-        """Take one step, and tell whether it was the last one."""
+        """Take one step; return whether it was the last one."""
         if not self._ended:
             try:
                 next(self._steps)

@@ -47,7 +47,7 @@ def wake_caches(replicas: Sequence[ReplicaHandle], rpc_s: float) -> list[str]:
         try:
             replica.call("fail", f"could not wake from its sleep: {brief(error)}", timeout_s=EXTRA_WAIT_S)
         except Exception as failure:  # a dead replica cannot answer
-            logger.info("engine %s, which did not wake, was not told so: %s", replica.name, brief(failure))
+            logger.info("engine %s, which did not wake, was not notified: %s", replica.name, brief(failure))
     return list(failures)
 
 

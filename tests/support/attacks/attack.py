@@ -30,7 +30,7 @@ def addresses(port: int, pid: int | None = None) -> set[str]:
 
 
 def reachable(host: str, port: int) -> bool:
-    """Tell whether something accepts connections at `host`:`port`."""
+    """Return whether something accepts connections at `host`:`port`."""
     try:
         socket.create_connection((host, port), timeout=5.0).close()
     except ConnectionRefusedError:

@@ -23,7 +23,7 @@ class EngineWorker(live_engine.EngineWorker):
         return multiprocessing.current_process().name, number.value
 
     def interrupted(self) -> tuple[bool, int, int]:
-        """Tell whether a sync was cut off here, and how many modules it has and has not loaded."""
+        """Return whether a sync was cut off here, and how many modules it has and has not loaded."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         from megarl.weights.receive.loaders import ModelLoader

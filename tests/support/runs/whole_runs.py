@@ -76,7 +76,7 @@ def wait_for(condition: Callable[[], bool], process: Any, timeout_s: float = 900
 
 
 def holds_finished_groups(run_dir: Path, groups: int) -> bool:
-    """Tell whether the journal has finished groups that no checkpoint has: those of the time before it was written."""
+    """Say whether the journal has finished groups that no checkpoint has: those of the time before it was written."""
     finished = sum(json.loads(line)["event"] == "finish" for line in read_lines(run_dir / "schedule.jsonl"))
     time.sleep(2 * JOURNAL_S)
     saved = CheckpointDirectory(run_dir / "checkpoints").steps()

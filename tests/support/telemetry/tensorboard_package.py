@@ -24,7 +24,7 @@ print(json.dumps({tag: [(event.step, event.value) for event in read.Scalars(tag)
 
 
 def is_here() -> bool:
-    """Tell whether TensorBoard is in its directory."""
+    """Return whether TensorBoard is in its directory."""
     return (DIRECTORY / "tensorboard" / "__init__.py").is_file()
 
 

@@ -94,7 +94,7 @@ class FakeRecorder:
 
 
 def found_lost(left: dict[Any, int], asked: int | str) -> bool:
-    """Tell whether all replicas are found lost by what is asked for, and count it."""
+    """Return whether all replicas are found lost by what is asked for, and count it."""
     left[asked] = left.get(asked, 0) - 1
     return left[asked] >= 0
 

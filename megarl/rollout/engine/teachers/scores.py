@@ -23,7 +23,7 @@ Scored = list[float]
 
 
 def is_scored(row: Trajectory) -> bool:
-    """Tell whether a teacher scores a row: it can be trained on, and the policy has sampled it."""
+    """Return whether a teacher scores a row: it can be trained on, and the policy has sampled it."""
     return row.status == "ok" and not row.demonstrated
 
 

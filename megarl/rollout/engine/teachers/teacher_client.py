@@ -78,7 +78,7 @@ class Teachers:
         self._clients = dict(clients)
 
     def scores(self, dataset: str) -> bool:
-        """Tell whether the groups of a data set are scored."""
+        """Return whether the groups of a data set are scored."""
         return dataset in self._clients
 
     async def teach(self, rows: Sequence[Trajectory], dataset: str) -> list[Trajectory]:
