@@ -74,7 +74,7 @@ def advice_on(key: str, tree: Tree) -> str | None:
     try:
         return advice(tree) if callable(advice) else advice
     except (ArithmeticError, LookupError, TypeError, ValueError):  # the value is none that the key could have
-        return "docs/training/async.md has a table of verl's names"
+        return "docs/coming-from.md has a table of verl's names"
 
 
 def without_removed(tree: Tree) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def test_verls_quota_is_the_decimal_that_the_config_says(interval: int, thousand
 def test_a_value_that_verl_could_not_have_hides_no_message(given: str) -> None:
     [told] = problems_of(apply_overrides(tree("model"), [f"algorithm.{given}"]))
     key = f"algorithm.{given.partition('=')[0]}"
-    assert told == f"{key}: no such key; docs/training/async.md has a table of verl's names"
+    assert told == f"{key}: no such key; docs/coming-from.md has a table of verl's names"
 
 
 def test_sections_that_are_none_hide_no_message() -> None:
