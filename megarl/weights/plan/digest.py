@@ -20,7 +20,7 @@ Elementwise functions take tensors of any shape.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -30,6 +30,7 @@ ROW_WORDS = 32768
 ROW_BYTES = ROW_WORDS * 8
 _CPU_CHUNK_ROWS = 4  # 1 MiB: the data is in the cache for the second reading
 _DEVICE_CHUNKS = 6  # of a payload: temporaries take a sixth of it, and 512 MiB take about 150 operations
+_FEW_ROWS = 8  # 2 MiB: the sums are finalised by Python's integers, on a CPU
 _MASK = (1 << 64) - 1
 _MIX_A = 0x9E3779B97F4A7C15
 _MIX_B = 0xBF58476D1CE4E5B9
@@ -61,10 +62,27 @@ def digest(payload_B: torch.Tensor, *, version: int, bucket: int, row_sums: RowS
         row_sums = cpu_row_sums if payload_B.device.type == "cpu" else device_row_sums
     low_N, high_N = torch.empty((2, rows), dtype=torch.int64, device=payload_B.device)
     row_sums(payload_B, low_N, high_N)
-    number_N = torch.arange(1, rows + 1, dtype=torch.int64, device=payload_B.device)
+    if row_sums is cpu_row_sums and rows <= _FEW_ROWS:
+        value = _finalise_few([int(low) for low in low_N], [int(high) for high in high_N], seed)
+        return torch.tensor([_signed(value)], dtype=torch.int64)
+    return _finalise(low_N, high_N, seed)
+
+
+def _finalise(low_N: torch.Tensor, high_N: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return the digest, int64 [1], of the sums of all rows, on their device."""
+    number_N = torch.arange(1, low_N.numel() + 1, dtype=torch.int64, device=low_N.device)
     mixed_N = _mix(low_N + number_N * _signed(_MIX_A) + _signed(seed))
     mixed_N = _mix(mixed_N ^ (high_N + number_N * _signed(_MIX_C)))
     return _mix(mixed_N.sum().reshape(1) + _signed(seed))
+
+
+def _finalise_few(low: Sequence[int], high: Sequence[int], seed: int) -> int:
+    """Return the same digest, unsigned. For a few rows this takes a tenth of the time of 40 torch operations."""
+    total = 0
+    for number, (low_sum, high_sum) in enumerate(zip(low, high, strict=True), start=1):
+        mixed = _mix_int((low_sum + number * _MIX_A + seed) & _MASK)
+        total += _mix_int(mixed ^ ((high_sum + number * _MIX_C) & _MASK))
+    return _mix_int((total + seed) & _MASK)
 
 
 def seed_of(version: int, bucket: int, nbytes: int) -> int:

@@ -61,6 +61,15 @@ def test_values_do_not_change() -> None:
     assert value(payload, 7, 11) == -6314604093895602878
 
 
+def test_a_small_bucket_on_a_cpu_takes_few_operations() -> None:
+    """A sync of many small buckets would spend most of its host time on them."""
+    payload = random_payload(1000)
+    value(payload)
+    with CountOperations() as counter:
+        value(payload)
+    assert counter.operations <= 30
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 14 * ROW_WORDS), st.integers(0, 3))
 def test_the_way_of_accelerators_gives_the_same(words: int, seed: int) -> None:
