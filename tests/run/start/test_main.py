@@ -48,7 +48,8 @@ def test_a_rank_chooses_its_gpu_before_it_joins_its_peers(
         order.append(f"joins over {backend}")
         raise Stopped
 
-    def activate(index: int) -> Platform:
+    def activate(index: int, *, expandable: bool) -> Platform:
+        assert expandable
         order.append(index)
         return Platform(torch.device("cuda"), True, "nccl")
 
@@ -83,7 +84,7 @@ def test_the_first_rank_tells_torchrun_how_long_a_step_and_a_save_may_take(
     monkeypatch.delenv(LAUNCH_ID_VARIABLE, raising=False)
     monkeypatch.setattr(processes, "die_with_parent", lambda: None)
     monkeypatch.setattr(control_group, "join_peers", lambda *_: ("here", 1))
-    monkeypatch.setattr(platforms, "activate", lambda index: Platform(torch.device("cpu"), False, "gloo"))
+    monkeypatch.setattr(platforms, "activate", lambda index, **_: Platform(torch.device("cpu"), False, "gloo"))
     monkeypatch.setattr(rendezvous, "tell_seconds_to_stop", lambda environment, seconds, _: told.append(seconds))
     monkeypatch.setattr(main, "StopSignals", lambda *_, **__: SimpleNamespace(install=lambda: None))
     monkeypatch.setattr(main, "_launch_pool", lambda *arguments: None)
@@ -107,7 +108,7 @@ def test_what_ends_the_training_is_reported_before_the_session_is_closed(monkeyp
     monkeypatch.delenv(LAUNCH_ID_VARIABLE, raising=False)
     monkeypatch.setattr(processes, "die_with_parent", lambda: None)
     monkeypatch.setattr(control_group, "join_peers", lambda *_: ("here", 1))
-    monkeypatch.setattr(platforms, "activate", lambda index: Platform(torch.device("cpu"), False, "gloo"))
+    monkeypatch.setattr(platforms, "activate", lambda index, **_: Platform(torch.device("cpu"), False, "gloo"))
     monkeypatch.setattr(main, "StopSignals", lambda *_, **__: SimpleNamespace(install=lambda: None))
     monkeypatch.setattr(main, "begin_events", lambda *_: None)
     monkeypatch.setattr(watch, "watch_ranks", lambda *_: SimpleNamespace(follow=lambda step: None))
