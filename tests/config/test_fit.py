@@ -135,6 +135,8 @@ def test_every_recipe_leaves_the_choice_to_the_plan_and_a_tenth_free(path: Path)
     found = planned(path)
     assert found.trainer.limit is not None and found.trainer.peak <= 0.9 * found.trainer.limit
     assert found.engine.memory.limit is not None and found.engine.memory.peak <= 0.9 * found.engine.memory.limit
+    if found.shared is not None:
+        assert found.shared.memory.limit is not None and found.shared.memory.peak <= 0.9 * found.shared.memory.limit
     assert found.config.trainer.recompute not in ("auto", "full")
     assert found.config.trainer.token_limit >= found.max_sequence_tokens
 
@@ -144,6 +146,8 @@ def test_the_figures_of_the_recipes_page_are_those_of_the_plan(path: Path) -> No
     found = planned(path)
     kind, layers = found.config.trainer.recompute, found.info.num_layers
     peaks = [memory.peak / GIB for memory in (found.trainer, found.engine.memory)]
+    if found.shared is not None:  # with what the other side keeps
+        peaks = [found.shared.memory.total(turn) / GIB for turn in ("train", "generate")]
     row = (
         f"| `{path.stem}` | {found.config.trainer.token_limit} | {0 if kind == 'none' else kind} of {layers} "
         f"| {peaks[0]:.1f} | {peaks[1]:.1f} |"

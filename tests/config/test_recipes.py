@@ -67,15 +67,15 @@ def test_a_twin_keeps_every_kind_of_parallelism_and_of_penalty(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_an_asynchronous_recipe_waits_for_no_group_without_end(name: str) -> None:
-    """Three times what the longest response takes at 30 tokens per second, as docs/scaling/recipes.md says."""
+def test_a_recipe_waits_for_no_group_without_end(name: str) -> None:
+    """At least three times what the longest response takes at 30 tokens per second, as docs/scaling/recipes.md says."""
     whole = config_of(recipe(name))
     deadline = whole.rollout.group_deadline_s
-    assert pace_of(whole).runs_ahead and deadline is not None
+    assert pace_of(whole).runs_ahead is not whole.rollout.share_gpus and deadline is not None
     assert 3 * whole.sampling.max_tokens / 30 <= deadline <= whole.timeouts.generate_s / 2
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "qwen3_8b_gsm8k_8"])
+@pytest.mark.parametrize("name", [name for name in RECIPES if "gsm8k" not in name])
 def test_aime_is_measured_as_published(name: str) -> None:
     """The mean of 32 responses per problem, for ReTool of 30."""
     evaluation = config_of(recipe(name)).evaluation
@@ -116,6 +116,8 @@ def test_the_tool_of_retool_is_set_as_published(tmp_path: Path) -> None:
         ("qwen2_5_32b_grpo_64", Pace(1, 1, 4), "token_tis"),
         ("qwen2_5_7b_retool_4x4", Pace(1, 4, 5), "token_tis"),
         ("qwen3_8b_gsm8k_8", Pace(1, 1, 1), "token_tis"),
+        ("qwen3_8b_gsm8k_8_shared", Pace(1, 1, 0), None),
+        ("qwen3_30b_a3b_grpo_16_shared", Pace(1, 1, 0), None),
     ],
 )
 def test_how_far_each_recipe_runs_ahead(name: str, pace: Pace, correction: str | None) -> None:

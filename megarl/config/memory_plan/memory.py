@@ -28,6 +28,7 @@ EXPERT_LOAD = 1.25
 ENGINE_BATCHED_TOKENS = 8192  # vLLM's default max_num_batched_tokens on large GPUs
 
 SYNC_BUCKETS = 5  # the size of a trainer rank's buffers for them, in buckets
+ENGINE_SYNC_BUCKETS = 3  # that of an engine worker
 FREE = 0.1  # share of the device memory that the plan must leave
 TOKENS_STEP = 1024
 # Larger micro-batches gain nothing measurable: their matrices fill a GPU long before.
@@ -84,11 +85,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Device:
-    """The trainer's device as the plan sees it; `limit`: its memory in bytes, None if unknown."""
+    """The trainer's device as the plan sees it.
+
+    `limit`: its memory in bytes, None if unknown; `taken`: bytes of it that engines keep while the trainer trains.
+    """
 
     cuda: bool
     fused: bool
     limit: int | None
+    taken: int = 0
 
 
 def trainer_memory(rank: TrainerRank, device: Device) -> Memory:
@@ -197,7 +202,8 @@ def engine_memory(
     terms.append(Term("forward", int(working), "generate", note="estimate"))
     terms.append(Term("logits", rollout.max_num_seqs * columns * ranks * FP32 * 2, "generate"))
     # vLLM does not know of these two: they come on top of its share of the memory.
-    terms.append(Term("sync buckets", 3 * min(int(config.weight_sync.bucket_mb * MIB), weights), "sync"))
+    bucket = min(int(config.weight_sync.bucket_mb * MIB), weights)
+    terms.append(Term("sync buckets", ENGINE_SYNC_BUCKETS * bucket, "sync"))
     terms.append(Term("reload", _reloaded(info, ranks) * element, "sync"))
     if not cuda:
         cache = CPU_KV_CACHE_GIB * GIB
@@ -293,7 +299,7 @@ def _cheapest(layers: int, device: Device, fits: Callable[[Recompute], bool]) ->
 
 def _fits(rank: TrainerRank, device: Device) -> bool:
     memory = trainer_memory(rank, device)
-    return memory.limit is not None and memory.peak <= (1 - FREE) * memory.limit
+    return memory.limit is not None and memory.peak + device.taken <= (1 - FREE) * memory.limit
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:

@@ -38,7 +38,7 @@ from megarl.config.memory_plan.memory import (
     trainer_memory,
 )
 from megarl.config.memory_plan.parameters import TrainerRank, model_parameters
-from megarl.config.memory_plan.shared_gpus import SharedMemory, shared_memory
+from megarl.config.memory_plan.shared_gpus import SharedMemory, kept_asleep, shared_memory
 from megarl.config.schema import Config, MegatronConfig, RolloutConfig, TrainerConfig
 from megarl.config.schema.algorithm import TeacherConfig
 from megarl.config.schema.job import CheckpointConfig
@@ -119,11 +119,12 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
     cuda = device == "cuda"
     longest = max_sequence_tokens(config, info)
     total, active = model_parameters(info)
-    gpu = Device(cuda, _fused(cuda), _limit(config.trainer.device_memory_gib, cuda))
+    engine = engine_memory(config, info, longest, cuda=cuda, limit=_limit(config.rollout.device_memory_gib, cuda))
+    taken = kept_asleep(engine.memory) if config.rollout.share_gpus else 0
+    gpu = Device(cuda, _fused(cuda), _limit(config.trainer.device_memory_gib, cuda), taken)
     rank = resolve_auto(TrainerRank.of(config, info, layout, fused=gpu.fused), gpu, longest)
     config = config.model_copy(update={"trainer": rank.trainer})
     trainer = trainer_memory(rank, gpu)
-    engine = engine_memory(config, info, longest, cuda=cuda, limit=_limit(config.rollout.device_memory_gib, cuda))
     teachers = _teacher_plans(config, longest, cuda)
     shared = None
     if config.rollout.share_gpus:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megarl.common.values import GIB
-from megarl.config.memory_plan.memory import SYNC_BUCKETS, Memory, Term
+from megarl.config.memory_plan.memory import ENGINE_SYNC_BUCKETS, Memory, Term
 
 # Bytes per second of copies between a GPU and pinned host memory: PCIe 5. An estimate.
 COPY_SPEED = 50 * GIB
@@ -56,9 +56,9 @@ def shared_memory(trainer: Memory, engine: Memory, frozen: Sequence[str]) -> Sha
     terms = [Term(f"{term.name} ({side})", term.bytes, note=term.note) for side, memory in
              (("trainer", trainer), ("engine", engine)) for term in memory.terms
              if term.name in _KEPT and term.when == "always"]  # fmt: skip
-    terms.append(Term("relay", trainer.term("sync buckets").bytes * _RELAY_BUCKETS // SYNC_BUCKETS))
+    terms.append(Term("relay", _relay(engine)))
     peak = max(trainer.total(phase) for phase in trainer.phases)
-    kept = sum(term.bytes for term in trainer.terms if term.name in _KEPT and term.when == "always")
+    kept = _kept(trainer)
     terms.append(Term("trainer's state", sum(term.bytes for term in own), _TRAIN))
     terms.append(Term("trainer's pass", peak - kept - sum(term.bytes for term in own), _TRAIN))
     terms.append(Term("trainer's weights", weights, _PUBLISH))
@@ -66,7 +66,19 @@ def shared_memory(trainer: Memory, engine: Memory, frozen: Sequence[str]) -> Sha
     loads = sum(term.bytes for term in engine.terms if term.when == "sync")
     terms.append(Term("gather and load", gathers + loads, _PUBLISH))
     terms.append(Term("engine's weights", engine.term("weights").bytes, _PUBLISH))
-    engine_kept = sum(term.bytes for term in engine.terms if term.name in _KEPT and term.when == "always")
-    terms.append(Term("engine", engine.total(_GENERATE) - engine_kept, _GENERATE))
+    terms.append(Term("engine", engine.total(_GENERATE) - _kept(engine), _GENERATE))
     memory = Memory(tuple(terms), min(limits) if limits else None)
     return SharedMemory(memory, sum(term.bytes for term in moved))
+
+
+def kept_asleep(engine: Memory) -> int:
+    """Return the bytes of a GPU that a trainer cannot use while the engine on it sleeps."""
+    return _kept(engine) + _relay(engine)
+
+
+def _kept(side: Memory) -> int:
+    return sum(term.bytes for term in side.terms if term.name in _KEPT and term.when == "always")
+
+
+def _relay(engine: Memory) -> int:
+    return engine.term("sync buckets").bytes * _RELAY_BUCKETS // ENGINE_SYNC_BUCKETS

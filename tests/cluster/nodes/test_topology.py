@@ -37,6 +37,17 @@ def test_a_split_inside_one_node() -> None:
     assert found.node_gpus == 8
 
 
+def test_shared_gpus_have_both_parts_on_every_node() -> None:
+    found = topology(
+        trainer={"gpus": 16, "gpus_per_node": 8}, rollout={"share_gpus": True, "replicas": 8, "tensor_parallel": 2}
+    )
+    assert [node.role for node in found.nodes] == ["trainer + rollout + supervisor", "trainer + rollout"]
+    for rank, node in enumerate(found.nodes):
+        assert node.trainer_devices == node.rollout_devices == tuple(range(8))
+        assert (node.trainer_rank, node.engines) == (rank, 4)
+    assert found.node_gpus == 8
+
+
 def test_a_gap_in_the_devices_still_needs_the_whole_node() -> None:
     found = topology(trainer={"gpus": 1, "devices": [0]}, rollout={"replicas": 1, "devices": [7]})
     assert found.node_gpus == 8 and (found.nodes[0].trainer_devices, found.nodes[0].rollout_devices) == ((0,), (7,))
