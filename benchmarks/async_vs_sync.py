@@ -96,7 +96,7 @@ def calibrate(options: argparse.Namespace, directory: Path) -> int:
     for _ in range(CALIBRATIONS):
         window, _ = run_mode("sync", options, directory, groups, steps=6, skip=options.skip)
         wanted = balanced_groups(groups, window.wait_s, window.train_s)
-        if wanted == groups or imbalance(window) <= (1 + BALANCE) / 2:
+        if wanted == groups or window.imbalance <= (1 + BALANCE) / 2:
             break
         groups = wanted
     return groups
@@ -110,10 +110,6 @@ def balanced_groups(groups: int, wait_s: float, train_s: float) -> int:
     difference = 2 * train_s - wait_s
     factor = wait_s / difference if difference > 0 else 4.0
     return max(2, round(groups * min(4.0, max(0.25, factor))))
-
-
-def imbalance(window: Window) -> float:
-    return max(window.wait_s, window.train_s) / max(min(window.wait_s, window.train_s), 1e-9)
 
 
 def possible_speed_up(wait_s: float, train_s: float) -> float:
@@ -146,7 +142,7 @@ def rows_of(windows: Mapping[str, Sequence[Window]], lengths: Sequence[int], gro
                 kept = window.tokens_per_s / chosen["async"].tokens_per_s
                 rows.append(Ratio(f"{mode} / async", kept, None, at_least=True))
     balance = {f"sync: {name}": value for name, value in sync.details().items()} | {"groups per step": groups}
-    rows.append(Ratio("balance: longer / shorter of Tgen, Ttrain", imbalance(sync), BALANCE, details=balance))
+    rows.append(Ratio("balance: longer / shorter of Tgen, Ttrain", sync.imbalance, BALANCE, details=balance))
     return [*rows, tail_row(lengths)]
 
 

@@ -50,6 +50,12 @@ class Cores:
         # Controller, queue and rewards get both: on a machine with more cores they would be somewhere else.
         return cls(frozenset(cores[:1]), frozenset(cores[1:2]), frozenset(cores[:2]))
 
+    @classmethod
+    def both(cls) -> Cores:
+        """Return the two cores of `one_each` for all processes."""
+        both = cls.one_each().others
+        return cls(both, both, both)
+
     def of(self, part: str) -> frozenset[int]:
         """Return the cores of a process that is this part of a run (see `part_of`)."""
         return {"rank": self.trainer, "replica": self.engine, "engine": self.engine}.get(part, self.others)
@@ -247,6 +253,11 @@ class Window:
     @property
     def rest_s(self) -> float:
         return self.step_s - self.wait_s - self.train_s - self.sync_s
+
+    @property
+    def imbalance(self) -> float:
+        """The longer one of the wait and the training over the shorter one."""
+        return max(self.wait_s, self.train_s) / max(min(self.wait_s, self.train_s), 1e-9)
 
     @classmethod
     def of(cls, records: Sequence[dict[str, Any]], skipped: int, steps: int) -> Window:

@@ -25,6 +25,17 @@ def async_vs_sync(ahead: float = 190.0, train_s: float = 1.0, longest: int = 500
     return load_script("async_vs_sync").rows_of(windows, [12] * 90 + [longest] * 10, 16)
 
 
+def shared_gpus(rate: float = 1.31, kept: float = 1.45, moves_s: float = 0.19, train_s: float = 1.0) -> list[Ratio]:
+    script = load_script("shared_gpus")
+    windows = [
+        Window(4, samples, 100.0, step_s=1.0 + train_s, wait_s=1.0, train_s=train_s, sync_s=0.0)
+        for samples in (1.0, rate, kept)
+    ]
+    return script.rows_of(
+        {mode: [script.MeasuredRun(each, moves_s)] for mode, each in zip(script.MODES, windows, strict=True)}, 4
+    )
+
+
 def checkpoint(save: float = 1.9, load: float = 1.9, alongside: float = 1.09, bare: float = 1.0) -> list[Ratio]:
     script = load_script("checkpoint")
     seconds = {
@@ -94,6 +105,10 @@ CASES: dict[Callable[..., list[Ratio]], list[tuple[dict[str, Any], str]]] = {
     async_vs_sync: [
         ({"ahead": 150.0}, "async / sync"), ({"ahead": 170.0}, "async / possible"), ({"train_s": 1.5}, "balance"),
         ({"longest": 100}, "tail"),
+    ],
+    shared_gpus: [
+        ({"rate": 1.29, "kept": 1.4}, "shared / separate"), ({"kept": 1.46}, "shared / kept"),
+        ({"moves_s": 0.21}, "hand-overs"), ({"train_s": 1.4}, "balance"),
     ],
     checkpoint: [
         ({"save": 2.1}, "checkpoint_save"), ({"load": 2.1}, "checkpoint_load"),

@@ -64,7 +64,8 @@ class SharedGpus:
         if self.shared:
             self.train()
             self._turns.publish(self._ranks)
-            self._await_ranks()
+            with self._recorder.phase("sync"):
+                self._await_ranks()
 
     def generate(self) -> None:
         """Give the GPUs to the engines, which have all weights of a version, and let them generate."""
