@@ -1,4 +1,4 @@
-"""A first test on a machine with one CUDA device, at most half an hour: what only a device can show, with bounds.
+"""A first test on a machine with one CUDA device, about half an hour: what only a device can show, with bounds.
 
     python benchmarks/gpu_smoke.py [--steps a,b] [--json FILE] [--append docs/gpu.md] [--device cuda|cpu]
 
@@ -15,6 +15,7 @@ shows before its end where it is):
 - head: the chunked log-probs at Qwen3's vocabulary against torch.compile
 - state: save and resume, the reference model's offload
 - two_ranks: TP 2 on one device, over gloo
+- shared: the trainer's state parked and restored, a buffer relayed to another process, what a sleeping engine keeps
 
 `--device cpu`, or `--quick`, runs the same code with tiny shapes on the CPU platform, in five minutes, without the
 step `streams`; its times say nothing about a GPU. `--append` adds the table with the device, the date and
@@ -70,7 +71,8 @@ STEPS = {
     "head": Step("head:run", 180),
     "state": Step("state:run", 240),
     "two_ranks": Step("training:two_ranks", 180),
-}  # their limits add up to half an hour
+    "shared": Step("shared:run", 240),
+}  # their limits add up to about half an hour
 
 
 def run_step(name: str, device: str, limit_s: float) -> StepResult:

@@ -35,7 +35,7 @@ def run(where: Where) -> tuple[list[Ratio], list[str]]:
     return rows, left_out
 
 
-def _tensors(policy: Policy) -> dict[str, torch.Tensor]:
+def trainer_tensors(policy: Policy) -> dict[str, torch.Tensor]:
     """Return weights, fp32 main weights and Adam's moments."""
     from megarl.checkpoint.save.training_state import inner_optimizers
 
@@ -59,7 +59,7 @@ def _save_rows(where: Where, config: Config, policy: Policy) -> tuple[list[Ratio
     gloo = torch.distributed.new_group(backend="gloo")
     said: list[str] = []
     checkpointer = Checkpointer(config, policy, gloo, said.append)
-    saved = {name: each.cpu().clone() for name, each in _tensors(policy).items()}
+    saved = {name: each.cpu().clone() for name, each in trainer_tensors(policy).items()}
     state_B = sum(each.numel() * each.element_size() for each in saved.values())
     numbers = trainer_numbers(policy)
     where.synchronize()
@@ -71,10 +71,10 @@ def _save_rows(where: Where, config: Config, policy: Policy) -> tuple[list[Ratio
     stall = time.perf_counter() - started
     _require(checkpointer.save(3, {}, wait=True), said)
     policy.update(samples)
-    changed = sum(not torch.equal(each.cpu(), saved[name]) for name, each in _tensors(policy).items())
+    changed = sum(not torch.equal(each.cpu(), saved[name]) for name, each in trainer_tensors(policy).items())
     load_trainer_state(policy, checkpointer.directory.path(3), numbers, with_rng=True)
-    wrong = sum(not torch.equal(each.cpu(), saved[name]) for name, each in _tensors(policy).items())
-    everything = list(_tensors(policy).values())
+    wrong = sum(not torch.equal(each.cpu(), saved[name]) for name, each in trainer_tensors(policy).items())
+    everything = list(trainer_tensors(policy).values())
     homes = [torch.empty_like(each, device="cpu", pin_memory=where.device.type == "cuda") for each in everything]
     plain = median_s(where, lambda: [h.copy_(e, non_blocking=True) for h, e in zip(homes, everything, strict=True)])
     rows = [

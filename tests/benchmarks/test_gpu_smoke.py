@@ -115,7 +115,7 @@ def required(name: str, found: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "steps", ["digest,export", pytest.param("parity,speed,head,state,two_ranks", marks=pytest.mark.slow)]
+    "steps", ["digest,export", pytest.param("parity,speed,head,state,two_ranks,shared", marks=pytest.mark.slow)]
 )
 def test_it_needs_torch_transformers_and_seven_wheels(steps: str, tmp_path: Path) -> None:
     """All other distributions of this environment are hidden from the script and its children."""
