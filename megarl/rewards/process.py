@@ -127,7 +127,7 @@ class RewardProcess:
         self._child.close()
 
 
-# The failures of a reward function: when they end the run, and which of them people are told of.
+# The failures of a reward function: when they end the run, and which of them are reported.
 
 WINDOW = 64  # latest samples of a function; of fewer, all
 

@@ -56,7 +56,7 @@ def _origin(run: ReportedRun) -> str:
 
 
 def alarm_steps(run: ReportedRun) -> list[tuple[int, str]]:
-    """Return the step and the rule of each alarm of which the step is known."""
+    """Return the step and the rule of each alarm whose step is known."""
     return [(fault.step, fault.rule) for fault in run.events.faults if fault.is_alarm and fault.step is not None]
 
 
