@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from megarl.checkpoint.save.checkpointer import Checkpointer
 from megarl.trainer.batch import TrainSample
+from megarl.trainer.parking import NOTHING, StateMemory
 
 pytestmark = pytest.mark.world
 
@@ -75,3 +78,14 @@ def test_gradients_come_back_as_zeros_whatever_their_memory_held(
         f"{RANK}:dirty_gradients", model_dir=model_dir("dense"), layout={}, samples=samples_of("dense")
     )
     assert zero and all(zero)
+
+
+def test_a_save_of_a_parked_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its storages are empty: what a checkpoint copied from them would be lost."""
+    memory = StateMemory([], cast(Any, None))
+    memory.resident = NOTHING
+    checkpointer: Any = object.__new__(Checkpointer)
+    checkpointer.policy, checkpointer.newest = SimpleNamespace(memory=memory), None
+    monkeypatch.setattr(Checkpointer, "poll", lambda *_, **__: True)
+    with pytest.raises(RuntimeError, match=r"gradients.*weights are parked in host memory"):
+        checkpointer.copy(3)
