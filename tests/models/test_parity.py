@@ -51,6 +51,9 @@ FAST: dict[str, tuple[int, ...]] = {
     "qwen3_moe": (0, 4, 5, 7),
     "deepseek_v3": (0, 1, 2, 3),
     "moonlight": (1,),
+    "glm4_moe": (1, 2),
+    "glm4_moe_air": (3,),
+    "glm4_moe_lite": (1,),
 }
 
 

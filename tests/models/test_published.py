@@ -60,6 +60,32 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
         3 * (2 + 7 + 3) + 58 * (2 + 7 + 2 + 3 * 257) + 3,
         671_026_404_352,
     ),
+    # GLM and Kimi-K2: parameters as their config.json give them (cards: 106B, 30B, 1T), without layers that predict
+    # later tokens.
+    "GLM-4.5-Air": (
+        _config("Glm4MoeForCausalLM", (46, 4096, 10944, 96, 8, 151552, 131072), head_dim=128, attention_bias=True,
+                use_qk_norm=False, partial_rotary_factor=0.5, n_routed_experts=128, num_experts_per_tok=8, n_group=1,
+                topk_group=1, n_shared_experts=1, moe_intermediate_size=1408, first_k_dense_replace=1,
+                num_nextn_predict_layers=1),
+        (2 + 7 + 3) + 45 * (2 + 7 + 2 + 3 * 129) + 3,
+        106_852_245_504,
+    ),
+    "GLM-4.7-Flash": (
+        _config("Glm4MoeLiteForCausalLM", (47, 2048, 10240, 20, 20, 154880, 202752), q_lora_rank=768, kv_lora_rank=512,
+                qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256, n_routed_experts=64, num_experts_per_tok=4,
+                n_group=1, topk_group=1, n_shared_experts=1, moe_intermediate_size=1536, first_k_dense_replace=1,
+                num_nextn_predict_layers=1),
+        (2 + 7 + 3) + 46 * (2 + 7 + 2 + 3 * 65) + 3,
+        29_943_390_976,
+    ),
+    "Kimi-K2": (
+        _config("DeepseekV3ForCausalLM", (61, 7168, 18432, 64, 64, 163840, 131072), q_lora_rank=1536, kv_lora_rank=512,
+                qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=384, num_experts_per_tok=8,
+                n_group=1, topk_group=1, n_shared_experts=1, moe_intermediate_size=2048, first_k_dense_replace=1,
+                num_nextn_predict_layers=0),
+        (2 + 7 + 3) + 60 * (2 + 7 + 2 + 3 * 385) + 3,
+        1_026_408_209_408,
+    ),
     "Qwen3-30B-A3B": (
         _config("Qwen3MoeForCausalLM", (48, 2048, 6144, 32, 4, 151936, 40960), moe_intermediate_size=768, **_QWEN3_MOE),
         18_867,

@@ -41,6 +41,7 @@ class ModelInfo:
     rope_scaling: Mapping[str, Any] | None  # {"rope_type": "llama3" | …, …} (see rope.py); None = plain RoPE
     norm_eps: float
     max_positions: int
+    rotary_dim: int | None = None  # channels per head that RoPE rotates, the first ones; None = all
     num_experts: int | None = None
     topk: int = 0
     moe_ffn: int = 0

@@ -38,13 +38,24 @@ def read_rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     return found
 
 
+def rotary_share(raw: Mapping[str, Any]) -> float:
+    """Return the share of a head's channels that RoPE rotates, the first ones: `partial_rotary_factor`.
+
+    Raises ValueError unless it is above 0 and at most 1.
+    """
+    places = (raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}, raw)
+    share = next((place["partial_rotary_factor"] for place in places if place.get("partial_rotary_factor")), 1.0)
+    if not 0 < float(share) <= 1:
+        raise ValueError(f"partial_rotary_factor={share!r} must be above 0 and at most 1")
+    return float(share)
+
+
 def _read(given: Mapping[str, Any], raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     parameters = dict(given)
     nested = [name for name, value in parameters.items() if isinstance(value, Mapping)]
     if nested:
         raise ValueError(f"separate rope_parameters for each kind of attention ({', '.join(nested)}) are not supported")
-    if parameters.pop("partial_rotary_factor", None) not in (None, 1.0):
-        raise ValueError("partial_rotary_factor other than 1 is not supported")
+    parameters.pop("partial_rotary_factor", None)  # see rotary_share
     theta = float(parameters.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)

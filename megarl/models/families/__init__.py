@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from megarl.models.families import deepseek_v3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from megarl.models.families import (
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from megarl.models.families.base import Family
 
-_MODULES = (deepseek_v3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
+_MODULES = (deepseek_v3, glm4_moe, glm4_moe_lite, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
 
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}

@@ -119,9 +119,8 @@ _DEFAULTS = {
 def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
     no_attention_bias(raw)
     _refuse(raw)
-    heads, layers = int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
+    heads = int(raw["num_attention_heads"])
     plain, rotated = int(raw["qk_nope_head_dim"]), int(raw["qk_rope_head_dim"])
-    experts = raw.get("n_routed_experts")
     rank = raw.get("q_lora_rank")
     return {
         "mla": LatentAttention(
@@ -134,10 +133,18 @@ def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
         ),
         "head_dim": plain + rotated,
         "kv_heads": heads,
+        **sigmoid_router(raw),
+    }
+
+
+def sigmoid_router(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ModelInfo fields of routed experts that a sigmoid and a bias choose, and of shared experts."""
+    experts, dense = raw.get("n_routed_experts"), int(raw.get("first_k_dense_replace") or 0)
+    return {
         "num_experts": int(raw["num_local_experts"] if experts is None else experts),
         "topk": int(raw["num_experts_per_tok"]),
         "moe_ffn": int(raw["moe_intermediate_size"]),
-        "moe_layers": tuple(layer >= int(raw.get("first_k_dense_replace") or 0) for layer in range(layers)),
+        "moe_layers": tuple(layer >= dense for layer in range(int(raw["num_hidden_layers"]))),
         "shared_ffn": int(raw.get("n_shared_experts") or 0) * int(raw["moe_intermediate_size"]),
         "router_score": "sigmoid",
         "router_groups": _groups(raw),
@@ -163,20 +170,27 @@ def _groups(raw: Mapping[str, Any]) -> tuple[int, int] | None:
     return groups, kept
 
 
+def refuse_router(raw: Mapping[str, Any], **more: object) -> None:
+    """Raise ValueError for settings that Megatron-Core's router cannot express.
+
+    `more`: the one supported value of further keys.
+    """
+    supported = {
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "moe_layer_freq": 1,
+        **more,
+    }
+    for key, value in supported.items():
+        if raw.get(key) not in (value, None):
+            raise ValueError(f"{key}={raw[key]!r} is not supported in this family; supported: {value!r}")
+    refuse_single_expert(raw)
+
+
 def _refuse(raw: Mapping[str, Any]) -> None:
     """Raise ValueError for settings that Megatron-Core's latent attention and router cannot express."""
-    supported: dict[str, tuple[object, ...]] = {
-        "scoring_func": ("sigmoid", None),
-        "topk_method": ("noaux_tc", None),
-        "norm_topk_prob": (True, None),
-        "moe_layer_freq": (1, None),
-        "rope_interleave": (True, None),
-        "num_key_value_heads": (raw["num_attention_heads"], None),
-    }
-    for key, values in supported.items():
-        if raw.get(key) not in values:
-            raise ValueError(f"{key}={raw[key]!r} is not supported in this family; supported: {values[0]!r}")
-    refuse_single_expert(raw)
+    refuse_router(raw, rope_interleave=True, num_key_value_heads=raw["num_attention_heads"])
     _, scaling = read_rope(raw)
     if scaling is None:
         return
@@ -188,11 +202,16 @@ def _refuse(raw: Mapping[str, Any]) -> None:
         raise ValueError("mscale_all_dim needs mscale: Megatron-Core has one formula for both")
 
 
+def left_out(info: ModelInfo) -> tuple[str, ...]:
+    """Return the name prefixes of the layers that predict later tokens."""
+    return tuple(f"model.layers.{info.num_layers + i}." for i in range(info.predict_layers))
+
+
 FAMILY = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     EMBEDDING + NORMS + LATENT_ATTENTION + DENSE_MLP + EXPERTS + SHARED_EXPERTS + HEAD,
     _read,
     defaults=_DEFAULTS,
-    left_out=lambda info: tuple(f"model.layers.{info.num_layers + i}." for i in range(info.predict_layers)),
+    left_out=left_out,
 )

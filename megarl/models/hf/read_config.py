@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.models.architecture.architecture import ModelInfo
-from megarl.models.architecture.rope import read_rope
+from megarl.models.architecture.rope import read_rope, rotary_share
 from megarl.models.families import FAMILIES
 from megarl.models.hf.model_files import hf_files
 
@@ -83,7 +83,10 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         "raw": dict(given),
     }
-    return ModelInfo(**{**fields, **family.read(raw)})
+    fields.update(family.read(raw))
+    if "rotary_dim" not in fields and rotary_share(raw) != 1:
+        raise ValueError("partial_rotary_factor other than 1 is not supported in this family")
+    return ModelInfo(**fields)
 
 
 def _positions(raw: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> int:
@@ -98,8 +101,6 @@ def _refuse(raw: Mapping[str, Any]) -> None:
         raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported; supported: silu")
     if raw.get("use_sliding_window"):
         raise ValueError("use_sliding_window=true is not supported; set it to false for full attention")
-    if raw.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor other than 1 is not supported")
     if raw.get("mlp_bias"):
         raise ValueError("mlp_bias=true is not supported")
     if raw.get("quantization_config"):

@@ -89,7 +89,7 @@ def _build_chunk(info: ModelInfo, config: TransformerConfig, layout: Layout, sta
     )
     device = platforms.current().device
     if info.mla is None:
-        frequencies_F = inverse_frequencies(info.head_dim, info.rope_theta, info.rope_scaling)
+        frequencies_F = inverse_frequencies(info.rotary_dim or info.head_dim, info.rope_theta, info.rope_scaling)
         model.rotary_pos_emb.inv_freq = frequencies_F.to(device)
     if platforms.current().is_cuda:
         model = model.to(device)

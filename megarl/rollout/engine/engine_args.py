@@ -100,6 +100,10 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         arguments |= {"enable_sleep_mode": True} if cuda else {"worker_cls": SLEEPING_CPU_WORKER}
     if not cuda:
         arguments |= _whole_prompts(max_model_len or rollout.max_model_len)
+        if arguments["dtype"] == "float32":
+            # On a CPU with AMX vLLM takes a kernel for latent attention that has bf16 alone, and dies in fp32. Models
+            # with other attention ignore this.
+            arguments["attention_config"] = {"backend": "CPU_MLA"}
     return {**arguments, **resolved(rollout.engine_kwargs, "rollout.engine_kwargs")}
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 BACKEND = "megarl"
 
@@ -29,6 +33,28 @@ def register() -> None:
         name_shared_memory()
         die_with_parent()
         _hold_outputs()
+    _mend_rope_of_latent_attention()
+
+
+def _mend_rope_of_latent_attention() -> None:
+    """Rotate the queries of latent attention by their own positions on a CPU. Idempotent.
+
+    vLLM 0.32's CPU kernel takes queries [tokens, heads, channels], as latent attention has them, for [batch, tokens,
+    channels], and reads beyond the positions' end (rotary_embedding/base.py, `forward_cpu`). YaRN does not call it.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    kernel = RotaryEmbedding.forward_cpu
+    if kernel.__module__ == __name__:
+        return
+
+    def forward_cpu(
+        self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rotate = self.forward_native if query.dim() == 3 else kernel.__get__(self)
+        return rotate(positions, query, key)
+
+    RotaryEmbedding.forward_cpu = forward_cpu
 
 
 def _hold_outputs() -> None:

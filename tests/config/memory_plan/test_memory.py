@@ -37,6 +37,7 @@ CASES: list[Case] = [
     ("mixtral", {"expert": 2}, "bf16", {}),
     ("deepseek_v3", {"expert": 2}, "bf16", {}),
     ("deepseek_v3", {"tensor": 2, "sequence": True}, "fp32", {}),
+    ("glm4_moe", {"tensor": 2, "sequence": True}, "bf16", {}),
     ("llama", {}, "fp32", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["mlp"]}}),
     ("llama", {}, "bf16", {"trainer__recompute": "selective"}),
     ("qwen2", {"tensor": 2}, "fp32", {"trainer__recompute": "full"}),

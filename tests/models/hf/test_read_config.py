@@ -56,6 +56,13 @@ DEEPSEEK = LLAMA | {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
+GLM = LLAMA | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+FLASH = DEEPSEEK | {"architectures": ["Glm4MoeLiteForCausalLM"], "n_group": 1, "topk_group": 1}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 UNUSUAL = {"rope_theta": 12345.0, "rms_norm_eps": 1e-3}
 EXPERTS = {"n_routed_experts", "num_experts", "num_local_experts"}
@@ -130,7 +137,7 @@ def test_default_rope_is_no_scaling() -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "not supported; supported: DeepseekV3ForCausalLM, Llama"),
+        (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "not supported; supported: DeepseekV3ForCausalLM, Glm4Moe"),
         (LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "RoPE scaling 'longrope'"),
         (LLAMA | {"rope_scaling": {"rope_type": "llama3"}}, "needs factor, low_freq_factor, high_freq_factor"),
         (
@@ -157,6 +164,9 @@ def test_default_rope_is_no_scaling() -> None:
         (LLAMA | {"use_sliding_window": True}, "use_sliding_window"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA | {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        (GLM | {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 must be"),
+        (FLASH | {"mlp_layer_types": ["sparse"] * 2}, "mlp_layer_types contradicts"),
+        (FLASH | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         (DEEPSEEK | {"topk_method": "greedy"}, "topk_method='greedy'"),
         (DEEPSEEK | {"norm_topk_prob": False}, "norm_topk_prob=False"),
@@ -242,6 +252,19 @@ def test_latent_attention_and_its_router() -> None:
     # Groups that limit nothing are no groups, whatever else their numbers would mean.
     for groups in ({"n_group": 1, "topk_group": 1}, {"n_group": 4, "topk_group": 4}, {"n_group": None}):
         assert info_from_config(DEEPSEEK | groups).router_groups is None
+
+
+def test_partial_rope_and_layers_of_glm() -> None:
+    assert info_from_config(GLM).rotary_dim == 8
+    inside = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}}
+    assert info_from_config(GLM | inside).rotary_dim == 4
+    assert info_from_config(GLM | {"attention_bias": True}).qkv_bias
+    kinds = ["dense", "sparse"]
+    assert info_from_config(FLASH | {"mlp_layer_types": kinds}) == info_from_config(FLASH)
+    assert info_from_config(FLASH | {"mlp_layer_types": kinds[::-1], "first_k_dense_replace": None}).moe_layers == (
+        True,
+        False,
+    )
 
 
 def test_a_tiny_deepseek_says_what_vllm_needs(tmp_path: Path) -> None:

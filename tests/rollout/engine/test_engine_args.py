@@ -102,7 +102,7 @@ def test_engine_kwargs_cannot_undo_what_training_relies_on(tmp_path: Path) -> No
 def test_the_plan_refuses_what_the_replica_refuses(tmp_path: Path, cuda: bool) -> None:
     """These are the arguments that megarl passes itself, without those that only have a better default there."""
     defaults = {"disable_log_stats", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"}
-    defaults |= {"enforce_eager"}
+    defaults |= {"enforce_eager", "attention_config"}
     for name in set(engine_args(config(tmp_path), cuda=cuda, max_model_len=80)) - defaults | {"weight_transfer_config"}:
         broken = config(tmp_path, rollout={"engine_kwargs": {name: None}})
         (problem,) = engine_problems(broken.rollout)

@@ -88,8 +88,24 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         "deepseek_v3",
         {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-3, "rope_theta": 50000.0},
     ),
+    "glm4_moe": ("glm4_moe", {"rms_norm_eps": 1e-5}),
+    # Neither norms of queries and keys nor biases, as GLM-4.5-Air has no norms; RoPE over a quarter of the channels.
+    "glm4_moe_air": (
+        "glm4_moe",
+        {
+            "use_qk_norm": False,
+            "attention_bias": False,
+            "n_shared_experts": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+    ),
+    # Two dense layers, which only `mlp_layer_types` says.
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {"rms_norm_eps": 1e-5, "first_k_dense_replace": None, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2},
+    ),
 }
-MOE = ("deepseek_v3", "mixtral", "moonlight", "qwen3_moe")
+MOE = ("deepseek_v3", "glm4_moe", "glm4_moe_air", "glm4_moe_lite", "mixtral", "moonlight", "qwen3_moe")
 # Single tokens, equal neighbours, one long text alone, totals that TP must pad.
 LENGTHS = [(5, 5, 17, 60), (45,), (7, 1, 9), (3, 3, 4)]
 

@@ -17,6 +17,10 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     GenerationConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -40,6 +44,8 @@ CHAT_TEMPLATE = (
 
 FAMILIES: dict[str, tuple[type, type]] = {
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
@@ -87,7 +93,17 @@ def _dims(family: str, vocab_size: int, overrides: dict[str, Any]) -> dict[str, 
     if family == "qwen2":
         del dims["head_dim"]
         dims["hidden_size"] = 128
-    if family == "deepseek_v3":
+    if family == "glm4_moe":
+        dims |= {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "num_mtp_layers": 0,
+        }
+    if family in ("deepseek_v3", "glm4_moe_lite"):
         dims |= {
             "num_key_value_heads": 4,
             "q_lora_rank": 24,
@@ -108,6 +124,8 @@ def _dims(family: str, vocab_size: int, overrides: dict[str, Any]) -> dict[str, 
             "topk_method": "noaux_tc",
         }
         del dims["head_dim"]
+    if family == "glm4_moe_lite":
+        dims |= {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
     if family == "mistral":
         dims["sliding_window"] = None
     if family == "mixtral":

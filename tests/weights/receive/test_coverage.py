@@ -49,15 +49,19 @@ def family_case(family: str) -> Any:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("family", "tied"), [*map(family_case, FAMILIES), ("qwen3", True)])
 def test_each_missing_tensor_is_named(tmp_path: Path, family: str, tied: bool, packed: bool) -> None:
-    sizes = {"moe_intermediate_size": 64} if family in ("qwen3_moe", "deepseek_v3") else {"intermediate_size": 64}
+    latent = family in ("deepseek_v3", "glm4_moe_lite")
+    experts = latent or family in ("glm4_moe", "qwen3_moe")
+    sizes: dict[str, Any] = {"moe_intermediate_size": 64} if experts else {"intermediate_size": 64}
+    if family == "glm4_moe_lite":
+        sizes["first_k_dense_replace"] = 1
     make_tiny_model(tmp_path, family, tie_word_embeddings=tied, **sizes)
     tensors = load_file(tmp_path / "model.safetensors")
     # On a CPU with AMX vLLM would take a kernel that has no such small heads.
-    kernel = {"attention_backend": "CPU_MLA"} if family == "deepseek_v3" else {}
+    kernel = {"attention_backend": "CPU_MLA"} if latent else {}
     with vllm_model(tmp_path, packed=packed, **kernel) as (model, config):
         loader = ModelLoader(model, config, CPU)
         sync(loader, tensors)
-        assert (loader.obstacle is None) == (not packed and family != "deepseek_v3"), loader.obstacle
+        assert (loader.obstacle is None) == (not packed and not latent), loader.obstacle
         for name in tensors:
             message = message_without(loader, model, tensors, name)
             layer = ".".join(name.split(".")[:3]) if ".layers." in name else name.split(".")[-2]

@@ -6,6 +6,7 @@ import multiprocessing
 from importlib.metadata import entry_points
 
 import pytest
+import torch
 
 from megarl.common.process import held_outputs
 from megarl.weights.receive import vllm_plugin
@@ -24,6 +25,20 @@ def test_registering_twice_is_harmless_and_gives_our_engine() -> None:
     vllm_plugin.register()
     engine = WeightTransferEngineFactory._registry[vllm_plugin.BACKEND]()
     assert engine.__name__ == "MegarlWeightTransferEngine"
+
+
+def test_latent_queries_are_rotated_by_their_positions() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    with set_current_vllm_config(VllmConfig()):
+        rope = RotaryEmbedding(8, 8, 64, 1e4, False, torch.float32)
+    positions = torch.tensor([0, 5, 1, 40])
+    query, key = torch.rand(4, 3, 8), torch.rand(4, 1, 8)
+    expected = rope.forward_native(positions, query.clone(), key.clone())
+    vllm_plugin.register()
+    for ours, right in zip(rope.forward_cpu(positions, query.clone(), key.clone()), expected, strict=True):
+        assert ours is not None and right is not None and torch.allclose(ours, right)
 
 
 @pytest.mark.parametrize(
