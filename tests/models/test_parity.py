@@ -26,6 +26,7 @@ DENSE_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"pipeline": 2, "virtual_pipeline": 2}),
     (4, {"tensor": 4, "sequence": True}),  # more ranks than key/value heads
     (4, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}),
+    (2, {"pipeline": 2, "first_stage_layers": 1}),
 ]
 MOE_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
@@ -36,11 +37,12 @@ MOE_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}),
     (4, {"tensor": 2, "sequence": True, "expert": 4, "expert_tensor": 1}),
     (4, {"pipeline": 2, "expert": 2}),
+    (2, {"pipeline": 2, "last_stage_layers": 1}),
 ]
 # Of the product, `make test` runs each layout at least once and each model on several ranks.
 FAST: dict[str, tuple[int, ...]] = {
     "llama": (0, 1, 5),
-    "llama2": (1,),
+    "llama2": (1, 7),
     "mistral": (2, 3),
     "mistral_full": (1,),
     "mixtral": (1, 2),
@@ -51,7 +53,7 @@ FAST: dict[str, tuple[int, ...]] = {
     "qwen3_moe": (0, 4, 5, 7),
     "deepseek_v3": (0, 1, 2, 3),
     "moonlight": (1,),
-    "glm4_moe": (1, 2),
+    "glm4_moe": (1, 2, 8),
     "glm4_moe_air": (3,),
     "glm4_moe_lite": (1,),
 }

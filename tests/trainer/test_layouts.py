@@ -38,6 +38,7 @@ FAST: list[Case] = [
     (2, "dense", SP2, {}),
     (2, "dense", PP2, {}),
     (2, "dense", VPP2, {}),
+    (2, "dense", PP2 | {"first_stage_layers": 1}, {}),
     (2, "dense", VPP2, {"trainer__micro_batch_tokens": 4096}),
     (2, "dense", {}, {}),
     (2, "dense", {}, PLAIN),

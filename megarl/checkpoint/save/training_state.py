@@ -114,6 +114,8 @@ def layout_record(layout: Layout) -> dict[str, Any]:
         "expert_tensor": layout.etp,
         "sequence": layout.sequence,
         "ranks": layout.world_size,
+        # Records of older runs lack these.
+        **{name: count for name in ("first_stage_layers", "last_stage_layers") if (count := getattr(layout, name))},
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megarl.config.derived.pools import trainer_layout
 from megarl.config.megatron import fields as megatron_fields
 from megarl.config.megatron.reserved import GPU_ONLY, Target, passes_recompute, transformer_fields
 from megarl.config.schema import MegatronConfig, ParallelConfig, RolloutConfig, TrainerConfig
@@ -33,6 +34,9 @@ def layout_problems(trainer: TrainerConfig) -> Iterator[str]:
         yield "trainer.parallel.sequence: sequence parallelism needs tensor > 1; set it to false"
     if parallel.virtual_pipeline is not None and pipeline == 1:
         yield "trainer.parallel.virtual_pipeline: needs pipeline > 1; remove it"
+    for key in ("first_stage_layers", "last_stage_layers"):
+        if getattr(parallel, key) is not None and pipeline == 1:
+            yield f"trainer.parallel.{key}: needs pipeline > 1; remove it"
 
 
 def model_problems(
@@ -63,16 +67,22 @@ def model_problems(
                 f"{key}: {info.kv_heads} key-value heads can be neither split nor repeated over {parts} ranks; "
                 f"use a divisor or a multiple of {info.kv_heads}"
             )
-    stages = parallel.pipeline * (parallel.virtual_pipeline or 1)
-    if info.num_layers % stages:
-        key = "virtual_pipeline" if parallel.virtual_pipeline else "pipeline"
-        yield (
-            f"trainer.parallel.{key}: the model's {info.num_layers} layers cannot be split into {stages} equal "
-            f"chunks (pipeline x virtual_pipeline); use a divisor of {info.num_layers}"
-        )
-    else:
-        yield from _recompute_layers_problems(trainer, megatron, info.num_layers // stages)
+    if not any(layout_problems(trainer)):
+        yield from _stage_problems(trainer, megatron, info.num_layers)
     yield from _expert_problems(parallel, engine, info)
+
+
+def _stage_problems(trainer: TrainerConfig, megatron: MegatronConfig, layers: int) -> Iterator[str]:
+    parallel, layout = trainer.parallel, trainer_layout(trainer.parallel, trainer.gpus)
+    try:
+        largest = max(layout.stage_layers(layers)) // (parallel.virtual_pipeline or 1)
+    except ValueError as error:
+        uneven = parallel.first_stage_layers is not None or parallel.last_stage_layers is not None
+        key = "first_stage_layers" if uneven else "virtual_pipeline" if parallel.virtual_pipeline else "pipeline"
+        fix = "other numbers of layers" if uneven else f"a divisor of {layers}, or set first_stage_layers"
+        yield f"trainer.parallel.{key}: {error}; the model has {layers}: use {fix}"
+    else:
+        yield from _recompute_layers_problems(trainer, megatron, largest)
 
 
 def _recompute_layers_problems(trainer: TrainerConfig, megatron: MegatronConfig, layers: int) -> Iterator[str]:
@@ -85,8 +95,8 @@ def _recompute_layers_problems(trainer: TrainerConfig, megatron: MegatronConfig,
     if "recompute_num_layers" in megatron.transformer:
         key = "megatron.transformer.recompute_num_layers"
     yield (
-        f"{key}: {count} layers cannot be recomputed in a stage of {layers} (num_layers / pipeline / "
-        f"virtual_pipeline); use 1 to {layers}"
+        f"{key}: {count} layers cannot be recomputed in a stage of {layers} (a chunk's, with virtual_pipeline); use 1 "
+        f"to {layers}"
     )
 
 

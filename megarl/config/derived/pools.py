@@ -20,6 +20,8 @@ def trainer_layout(parallel: ParallelConfig, gpus: int) -> Layout:
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
         virtual_pipeline=parallel.virtual_pipeline,
+        first_stage_layers=parallel.first_stage_layers,
+        last_stage_layers=parallel.last_stage_layers,
         expert=parallel.expert,
         expert_tensor=parallel.expert_tensor,
         sequence=parallel.sequence,

@@ -92,7 +92,7 @@ _TRANSFORMER = {
     **_each(
         "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout"
         " account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
-        "every pipeline stage has the same number of layers",
+        "set trainer.parallel.first_stage_layers or last_stage_layers",
     ),
     **_each("use_cpu_initialization transformer_impl", "it depends on the platform"),
     **_each("perform_initialization init_model_with_meta_device", "set model.load_weights"),

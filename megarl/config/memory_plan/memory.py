@@ -258,7 +258,8 @@ def resolve_auto(rank: TrainerRank, device: Device, longest: int) -> TrainerRank
     if wants_tokens:
         rank = rank.with_trainer(micro_batch_tokens=longest)
     if rank.trainer.recompute == "auto" and not passes_recompute(rank.megatron):
-        planned, layers = rank, rank.info.num_layers // (rank.layout.pipeline * (rank.layout.virtual_pipeline or 1))
+        stages = rank.layout.stage_layers(rank.info.num_layers)
+        planned, layers = rank, max(stages) // (rank.layout.virtual_pipeline or 1)
         recompute = _cheapest(layers, device, lambda kind: _fits(planned.with_trainer(recompute=kind), device))
         rank = rank.with_trainer(recompute=recompute)
     if wants_tokens:

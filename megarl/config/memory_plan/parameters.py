@@ -46,20 +46,12 @@ def padded_vocabulary(info: ModelInfo, tensor: int) -> int:
     return -(-info.vocab_size // tensor) * tensor
 
 
-def chunk_layers(info: ModelInfo, layout: Layout, stage: int, chunk: int) -> range:
-    """Return the global layer numbers of model chunk `chunk` on pipeline stage `stage`."""
-    chunks = layout.virtual_pipeline or 1
-    per_chunk = info.num_layers // (layout.pipeline * chunks)
-    first = (chunk * layout.pipeline + stage) * per_chunk
-    return range(first, first + per_chunk)
-
-
 def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) -> tuple[int, int]:
     """Return the parameters of one model chunk that a rank of `stage` holds, without and of experts that are split.
 
     Those have data-parallel ranks of their own.
     """
-    hidden, tensor, layers = info.hidden, layout.tensor, chunk_layers(info, layout, stage, chunk)
+    hidden, tensor, layers = info.hidden, layout.tensor, layout.chunk_layers(info.num_layers, stage, chunk)
     mixtures = sum(map(info.is_moe_layer, layers))
     attention = _latent_attention(info, info.mla, tensor) if info.mla else _attention(info, tensor)
     held = len(layers) * (attention + 2 * hidden)  # with both norms
@@ -231,7 +223,7 @@ class TrainerRank:
         """Return the bytes that one micro-batch of `trainer.micro_batch_tokens` keeps in one model chunk."""
         tokens = self.trainer.token_limit
         sizes = _Sizes.of(self)
-        layers = list(chunk_layers(self.info, self.layout, stage, chunk))
+        layers = list(self.layout.chunk_layers(self.info.num_layers, stage, chunk))
         passed = self.transformer
         per_token = [self.saved_per_token(layer, load) for layer in layers]
         if passed.get("recompute_granularity") == "full":
@@ -263,7 +255,7 @@ class TrainerRank:
             return 0.0
         plain = self._without_recompute()
         chunks = range(self.layout.virtual_pipeline or 1)
-        layers = [layer for chunk in chunks for layer in chunk_layers(self.info, self.layout, stage, chunk)]
+        layers = [layer for chunk in chunks for layer in self.layout.chunk_layers(self.info.num_layers, stage, chunk)]
         whole = max(plain.saved_per_token(layer) for layer in layers)
         released = _output_per_token(_Sizes.of(self)) if stage == self.layout.pipeline - 1 else 0.0
         if granularity == "full":

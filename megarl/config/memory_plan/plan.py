@@ -332,7 +332,9 @@ def _count(number: int, noun: str) -> str:
 def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
     """Yield (name, value) of each line of the summary."""
     layout, info = plan.layout, plan.info
-    parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}", f"DP {layout.data}"]
+    stages = layout.stage_layers(info.num_layers)
+    uneven = f" ({' + '.join(map(str, stages))} layers)" if len(set(stages)) > 1 else ""
+    parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}{uneven}", f"DP {layout.data}"]
     parts += [f"VPP {layout.virtual_pipeline}"] if layout.virtual_pipeline else []
     parts += ["SP"] if layout.sequence else []
     if info.num_experts:

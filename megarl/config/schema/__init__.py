@@ -70,6 +70,10 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1, description="Tensor-parallel size (TP).")
     pipeline: int = Field(1, ge=1, description="Pipeline-parallel size (PP).")
     virtual_pipeline: int | None = Field(None, ge=2, description="Model chunks per pipeline rank (VPP).")
+    first_stage_layers: int | None = Field(
+        None, ge=1, description="Layers of the first pipeline stage; default: as many as each other stage."
+    )
+    last_stage_layers: int | None = Field(None, ge=1, description="Layers of the last pipeline stage, likewise.")
     expert: int = Field(1, ge=1, description="Expert-parallel size (EP).")
     expert_tensor: int | None = Field(None, ge=1, description="Expert tensor-parallel size (ETP); default TP.")
     sequence: bool = Field(False, description="Sequence parallelism (SP); needs TP > 1.")

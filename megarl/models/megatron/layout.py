@@ -15,6 +15,8 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     virtual_pipeline: int | None = None
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
     expert: int = 1
     expert_tensor: int | None = None
     sequence: bool = False
@@ -31,6 +33,36 @@ class Layout:
             raise ValueError("sequence parallelism needs tensor > 1; set sequence: false")
         if self.virtual_pipeline is not None and self.pipeline == 1:
             raise ValueError("virtual_pipeline needs pipeline > 1; drop virtual_pipeline")
+        if self.pipeline == 1 and (self.first_stage_layers or self.last_stage_layers):
+            raise ValueError("first_stage_layers and last_stage_layers need pipeline > 1; drop them")
+
+    def stage_layers(self, layers: int) -> tuple[int, ...]:
+        """Return how many of the model's `layers` each pipeline stage has.
+
+        The stages between the first and the last have as many each. Raises ValueError where that is impossible, or
+        where a stage cannot be split into `virtual_pipeline` equal chunks.
+        """
+        first, last = self.first_stage_layers, self.last_stage_layers
+        given = [count for count in (first, last) if count is not None]
+        stages, rest = self.pipeline - len(given), layers - sum(given)
+        chunks = self.virtual_pipeline or 1
+        if stages < 0 or rest < stages or (rest % stages if stages else rest):
+            raise ValueError(f"{rest} layers cannot be split over {stages} pipeline stages")
+        between = rest // stages if stages else 0
+        counts = [between] * (stages + len(given))
+        counts[0], counts[-1] = first or counts[0], last or counts[-1]
+        odd = next((count for count in counts if count % chunks), None)
+        if odd is not None:
+            raise ValueError(
+                f"the {odd} layers of a pipeline stage cannot be split into {chunks} virtual_pipeline chunks"
+            )
+        return tuple(counts)
+
+    def chunk_layers(self, layers: int, stage: int, chunk: int) -> range:
+        """Return the global layer numbers of a model chunk of a pipeline stage. Raises like `stage_layers`."""
+        counts, chunks = self.stage_layers(layers), self.virtual_pipeline or 1
+        first = (chunk * layers + sum(counts[:stage])) // chunks
+        return range(first, first + counts[stage] // chunks)
 
     @property
     def etp(self) -> int:

@@ -146,6 +146,7 @@ def test_ranks_of_several_hosts_read_for_each_other(
         pytest.param((2, PP2), (2, TP2), "tied", marks=pytest.mark.slow),
         pytest.param((2, {}), (2, EP2), "moe", marks=pytest.mark.slow),
         pytest.param((2, PP2), (2, PP2 | {"virtual_pipeline": 2}), "dense", marks=pytest.mark.slow),
+        pytest.param((2, PP2 | {"last_stage_layers": 1}), (2, PP2), "dense", marks=pytest.mark.slow),
         pytest.param((4, EP2 | TP2 | {"sequence": True}), (2, PP2), "moe", marks=pytest.mark.slow),
         pytest.param((2, TP2), (4, TP2), "dense", marks=pytest.mark.slow),
     ],

@@ -55,11 +55,17 @@ LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
         {"rollout__replicas": 1, "rollout__tensor_parallel": 3},
         "rollout.tensor_parallel: the model's 4 attention",
     ),
-    ("qwen3", {"trainer__gpus": 3, "trainer__parallel": {"pipeline": 3}}, "4 layers cannot be split into 3 equal"),
+    ("qwen3", {"trainer__gpus": 3, "trainer__parallel": {"pipeline": 3}}, "4 layers cannot be split over 3 pipeline"),
     (
         "qwen3",
         {"trainer__gpus": 2, "trainer__parallel": {"pipeline": 2, "virtual_pipeline": 4}},
-        "4 layers cannot be split into 8 equal",
+        "the 2 layers of a pipeline stage cannot be split into 4 virtual_pipeline",
+    ),
+    ("qwen3", {"trainer__parallel": {"last_stage_layers": 1}}, "trainer.parallel.last_stage_layers: needs pipeline"),
+    (
+        "qwen3",
+        {"trainer__gpus": 2, "trainer__parallel": {"pipeline": 2, "first_stage_layers": 1, "last_stage_layers": 1}},
+        "trainer.parallel.first_stage_layers: 2 layers cannot be split over 0",
     ),
     ("qwen3", {"trainer__gpus": 2, "trainer__parallel": {"expert": 2}}, "this model has no experts"),
     ("qwen3_moe", {"trainer__gpus": 3, "trainer__parallel": {"expert": 3}}, "4 experts cannot be split 3 ways"),
@@ -128,7 +134,13 @@ def test_passed_megatron_fields(models: Models, target: str, fields: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("layout", "most"), [({}, 4), ({"pipeline": 2}, 2), ({"pipeline": 2, "virtual_pipeline": 2}, 1)]
+    ("layout", "most"),
+    [
+        ({}, 4),
+        ({"pipeline": 2}, 2),
+        ({"pipeline": 2, "virtual_pipeline": 2}, 1),
+        ({"pipeline": 2, "last_stage_layers": 1}, 3),
+    ],
 )
 def test_no_more_layers_are_recomputed_than_a_stage_has(models: Models, layout: dict[str, int], most: int) -> None:
     changes: dict[str, Any] = {"trainer__gpus": layout.get("pipeline", 1), "trainer__parallel": layout}

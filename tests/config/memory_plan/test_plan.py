@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.common.errors import ConfigError, Findings
 from megarl.common.values import GIB
-from megarl.config.memory_plan.parameters import chunk_layers, chunk_parameters, in_flight_chunks, model_parameters
+from megarl.config.memory_plan.parameters import chunk_parameters, in_flight_chunks, model_parameters
 from megarl.config.memory_plan.plan import RunPlan, make_plan, print_dry_run
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.read_config import info_from_config
@@ -216,7 +216,7 @@ def test_ranks_together_hold_the_model_once(
     virtual = virtual if pipeline > 1 else None
     layout = Layout(pipeline=pipeline, virtual_pipeline=virtual, expert=expert, world_size=pipeline * expert)
     chunks = [(stage, chunk) for stage in range(pipeline) for chunk in range(virtual or 1)]
-    assert sorted(layer for each in chunks for layer in chunk_layers(info, layout, *each)) == list(range(16))
+    assert sorted(layer for each in chunks for layer in layout.chunk_layers(16, *each)) == list(range(16))
     held = 0
     for each in chunks:
         shared, experts = chunk_parameters(info, layout, *each)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megarl.config.derived.pools import trainer_layout
 from megarl.config.schema import ParallelConfig
@@ -29,3 +33,51 @@ class TestLayout:
     def test_what_megatron_cannot_run_is_refused(self, sizes: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             Layout(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes", "stages"),
+    [
+        (61, {"pipeline": 8, "last_stage_layers": 5}, (*[8] * 7, 5)),
+        (61, {"pipeline": 8, "first_stage_layers": 7, "last_stage_layers": 6}, (7, *[8] * 6, 6)),
+        (61, {"pipeline": 16, "first_stage_layers": 3, "last_stage_layers": 2}, (3, *[4] * 14, 2)),
+        (10, {"pipeline": 2, "virtual_pipeline": 2, "first_stage_layers": 4}, (4, 6)),
+        (16, {"pipeline": 4, "virtual_pipeline": 2}, (4, 4, 4, 4)),
+        (12, {"pipeline": 4, "virtual_pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 2}, (2, 4, 4, 2)),
+    ],
+)
+def test_stages_have_the_layers_that_megatron_gives_them(
+    layers: int, sizes: dict[str, int], stages: tuple[int, ...]
+) -> None:
+    layout = Layout(**sizes, world_size=sizes["pipeline"])
+    assert layout.stage_layers(layers) == stages
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_dtype=torch.float32,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+    )
+    for stage in range(layout.pipeline):
+        for chunk in range(layout.virtual_pipeline or 1):
+            virtual = chunk if layout.virtual_pipeline else None
+            first = get_transformer_layer_offset(config, vp_stage=virtual, pp_rank=stage)
+            count = get_num_layers_to_build(config, vp_stage=virtual, pp_rank=stage)
+            assert layout.chunk_layers(layers, stage, chunk) == range(first, first + count)
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes", "message"),
+    [
+        (61, {"pipeline": 8}, "61 layers cannot be split over 8"),
+        (61, {"pipeline": 8, "last_stage_layers": 6}, "55 layers cannot be split over 7"),
+        (4, {"pipeline": 2, "first_stage_layers": 4}, "0 layers cannot be split over 1"),
+        (10, {"pipeline": 2, "virtual_pipeline": 2, "first_stage_layers": 5}, "the 5 layers"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(layers: int, sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout(**sizes, world_size=sizes["pipeline"]).stage_layers(layers)
