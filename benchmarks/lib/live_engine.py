@@ -46,6 +46,7 @@ class LiveReplica:
             "tensor_parallel_size": tensor_parallel,
             "distributed_executor_backend": "uni" if tensor_parallel == 1 else "mp",
             "disable_log_stats": True,
+            "attention_config": {"backend": "CPU_MLA"},  # as in rollout/engine/engine_args.py
         }
         self._engine: Any = self.run(self._start(arguments | engine_args), START_S)
 

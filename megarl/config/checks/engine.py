@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from megarl.config.derived.algorithm import filters_equal_rewards
 from megarl.config.schema import AdmissionConfig, RolloutConfig
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.families import FAMILIES
 
 # Checks, before anything starts, that trainer and engines cannot wait for each other forever.
 #
@@ -78,6 +80,16 @@ def engine_problems(rollout: RolloutConfig) -> Iterator[str]:
         elif (known := engine_fields()) and name not in known:
             near = difflib.get_close_matches(name, known, n=2)
             yield f"{key}: vLLM has no such field{'; did you mean ' + ' or '.join(near) + '?' if near else ''}"
+
+
+def engine_key_problems(info: ModelInfo) -> Iterator[str]:
+    """Yield a problem for each key that vLLM needs in the model's config.json and does not find."""
+    for key, value in FAMILIES[info.family].engine_keys.items():
+        if info.raw.get(key) is None:
+            yield (
+                f'model.path: its config.json has no {key}, without which vLLM computes another model; add "{key}": '
+                f"{json.dumps(value)}, as the published files have it"
+            )
 
 
 def head_size_problems(info: ModelInfo, device: str) -> Iterator[str]:

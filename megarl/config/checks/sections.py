@@ -18,7 +18,7 @@ from typing import Literal
 from megarl.common.errors import ConfigError
 from megarl.config.checks import layout
 from megarl.config.checks.agent import agent_problems, import_path_problems, sandbox_problems
-from megarl.config.checks.engine import engine_problems, head_size_problems, liveness_problems
+from megarl.config.checks.engine import engine_key_problems, engine_problems, head_size_problems, liveness_problems
 from megarl.config.checks.secrets import secret_problems
 from megarl.config.checks.shared_gpus import shared_gpus_problems
 from megarl.config.checks.teachers import teacher_problems
@@ -107,6 +107,7 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
     of_model = (
         _shape(config.model, info),
         head_size_problems(info, device),
+        engine_key_problems(info),
         layout.model_problems(config.trainer, config.megatron, config.rollout, info),
         _lengths(config, info),
         teacher_problems(config, info, max_sequence_tokens(config, info), files=files),

@@ -20,6 +20,9 @@ class Family:
     Only two kinds of tensors in the files may stay unread. `redundant`: name templates of tensors that old files
     contain although they are recomputed. `left_out`: name prefixes of parts that are not trained; an export does not
     contain them either.
+
+    `engine_keys`: keys of `config.json` without which vLLM fails or computes another model, with the one value that is
+    right. Published files have them, `transformers` does not write them.
     """
 
     name: str
@@ -29,6 +32,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     left_out: Callable[[ModelInfo], tuple[str, ...]] = lambda info: ()
     redundant: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
+    engine_keys: Mapping[str, object] = field(default_factory=dict)
 
 
 HF, MEGATRON = "model.layers.{layer}", "decoder.layers.{layer}"

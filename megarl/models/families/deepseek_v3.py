@@ -214,4 +214,5 @@ FAMILY = Family(
     _read,
     defaults=_DEFAULTS,
     left_out=left_out,
+    engine_keys={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 )

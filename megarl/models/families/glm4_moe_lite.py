@@ -34,4 +34,5 @@ FAMILY = replace(
         "routed_scaling_factor": 1.8,
         "rms_norm_eps": 1e-5,
     },
+    engine_keys={"first_k_dense_replace": 1},
 )

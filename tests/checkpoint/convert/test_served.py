@@ -38,8 +38,7 @@ def served(model: Path) -> Response:
 SIZES: dict[str, dict[str, object]] = {
     "deepseek_v3": LATENT,
     "glm4_moe": {"moe_intermediate_size": 64},
-    # The published numbers, which transformers does not write, and vLLM needs the last one.
-    "glm4_moe_lite": LATENT | {"qk_nope_head_dim": 192, "v_head_dim": 256, "first_k_dense_replace": 1},
+    "glm4_moe_lite": LATENT | {"qk_nope_head_dim": 192, "v_head_dim": 256},
 }
 
 

@@ -207,6 +207,12 @@ def test_every_problem_is_listed_once(models: Models, data: Path) -> None:
     assert len(found) == len(set(found)) >= 3
 
 
+def test_a_model_without_the_keys_that_vllm_needs_is_refused(tmp_path: Path, data: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", family="deepseek_v3", scoring_func=None)
+    [problem] = problems(model, data)
+    assert problem.startswith("model.path: ") and problem.count("scoring_func") == 2 and '"sigmoid"' in problem
+
+
 def test_heads_that_vllm_cannot_attend_with_are_refused_where_its_cpu_backend_is_used(
     tmp_path: Path, data: Path
 ) -> None:

@@ -120,8 +120,9 @@ def _dims(family: str, vocab_size: int, overrides: dict[str, Any]) -> dict[str, 
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 1.7,
             "num_mtp_layers": 0,
-            # Not a field of transformers' class, which keeps it; vLLM makes the expert bias only if it is there.
+            # Not fields of transformers' class, which keeps them; without them vLLM chooses other experts.
             "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
         }
         del dims["head_dim"]
     if family == "glm4_moe_lite":
