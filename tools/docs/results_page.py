@@ -43,7 +43,8 @@ that to the engine's log-probs.
 _MODES = f"""
 Reward at the end: mean of the last {LAST} steps. Staleness: updates between the weights of a sample's oldest token
 and the update that trains it. ESS and KL compare the trained policy with the one that has sampled, at their worst
-step. The columns are means over the seeds; with several, brackets have the least and the largest.
+step. The columns are means over the seeds; with several, brackets have the least and the largest. In the pictures a
+triangle marks a step with a value beyond the axis.
 
 What an asynchronous run trains in its first steps was all sampled by the first weights, so a larger bound learns later
 in the same number of steps. With the correction the reward at the end hardly depends on the bound; without it, the
@@ -124,7 +125,9 @@ def _recovery(results: Results) -> Iterator[str]:
         yield f"Not made yet: `python -m benchmarks.learning --only recovery` ({FAULTS.replace(',', ', ')}).\n"
         return
     yield "![Steps and faults on one time line](images/results_recovery.svg)\n\n"
-    yield "| fault | at | recovered after | steps made again |\n|---|---|---|---|\n"
+    yield "| fault | at | over after | steps made again |\n|---|---|---|---|\n"
     for fault in results.recovery.faults:
-        recovered = f"{fault.recovered_s:.0f} s" if fault.over else "not in time"
-        yield f"| `{fault.name}` | {fault.at_s:.0f} s | {recovered} | {fault.redone_steps} |\n"
+        yield f"| `{fault.name}` | {fault.at_s:.0f} s | {fault.recovered_s:.0f} s | {fault.redone_steps} |\n"
+    silent = f"{results.recovery.rpc_s:g}"
+    yield f"\nMade by `python -m benchmarks.learning --only recovery --rpc-s {silent}`, alongside other work on two\n"
+    yield f"cores. What hangs is lost after `timeouts.rpc_s`, {silent} s here; what is killed, at once.\n"
