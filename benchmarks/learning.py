@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 
 from benchmarks.chaos.kinds import missing, schedule
-from benchmarks.chaos.run import Tempo, run_once
+from benchmarks.chaos.run import SAVE_EVERY, Tempo, run_once
 from benchmarks.lib.learning_results import RESULTS, Fault, LearningRun, Recovery, Results
 from benchmarks.lib.report import ROOT, Ratio, finish, new_parser
 from benchmarks.lib.whole_run import ASSETS_S, QUICKSTART, environment, fresh, train
@@ -105,7 +105,7 @@ def recover(options: argparse.Namespace) -> Recovery:
     least_s = 2 * tempo.weight_sync_s  # what is shorter than the silence that is allowed loses nothing
     faults = [
         replace(fault, seconds=max(fault.seconds, least_s)) if fault.kind.action == "hang" else fault
-        for fault in schedule(0, wanted, replicas=2, first=3, last=soak.steps - 10)
+        for fault in schedule(0, wanted, replicas=2, first=SAVE_EVERY + 2, last=soak.steps - 10)
     ]
     until = time.monotonic() + 2 * RUN_S
     directory = fresh(options.keep, "recovery")
@@ -116,7 +116,7 @@ def recover(options: argparse.Namespace) -> Recovery:
     failure = outcome.failure or ", ".join(missing(faults, [each.fault for each in over]))
     if failure:
         raise SystemExit(f"the run under faults has failed, or is not over them: {failure}")
-    begun = outcome.records[0]["wall_time"]
+    begun = min(record["wall_time"] for record in (*outcome.records, *outcome.rolled_back))
     return Recovery(
         rpc_s=options.rpc_s,
         steps=[round(record["wall_time"] - begun, 1) for record in outcome.records],

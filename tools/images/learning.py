@@ -112,7 +112,8 @@ def _recovery(recovery: Recovery) -> str:
             yield text(16, y + 12, fault.name, "strong")
             size = {"x": number(start), "y": str(y), "width": number(max(3.0, stop - start)), "height": "15", "rx": "3"}
             yield tag("rect", class_="fill-second", **size)
-            words = f"{fault.recovered_s:.0f} s" + (f", {fault.redone_steps} steps again" if fault.redone_steps else "")
+            again = f", steps made again: {fault.redone_steps}" if fault.redone_steps else ""
+            words = f"{fault.recovered_s:.0f} s{again}"
             late = stop > width * 0.75
             yield text(start - 8 if late else stop + 8, y + 12, words, "quiet", "end" if late else "start")
         for quarter in range(5):
