@@ -102,3 +102,4 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(pa
             r"<(?:script|img|link rel=\"(?:stylesheet|preconnect)\")[^>]*(?:src|href)=\"([^\"]*)\"", html
         )
         assert loaded and not [each for each in loaded if re.match(r"(?:https?:)?//", each)], "loads from other hosts"
+        assert "md-source" in html and 'data-md-component="source"' not in html, "its script asks the code host"
