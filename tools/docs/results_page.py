@@ -16,8 +16,8 @@ _HEAD = f"""# What can be shown without a GPU
 <!-- Generated from benchmarks/results/learning.json by `make docs`; do not edit. -->
 
 Real runs on two CPU cores: Megatron-Core trains a Qwen3 of 0.43 M parameters, one vLLM engine samples. They show
-what is learned and what a fault costs, not how fast a GPU is; `python -m benchmarks.trl_race` and the other scripts
-of [benchmarks](benchmarks.md) measure speed. One command makes all numbers of this page, and one draws it:
+what is learned and what a fault costs; [benchmarks](benchmarks.md) measure speed. One command makes all numbers of
+this page, and one draws it:
 
 ```
 . .venv/bin/activate
@@ -25,10 +25,10 @@ python -m benchmarks.learning
 make docs
 ```
 
-It adds each run to `benchmarks/results/learning.json` and makes only those that are not there yet; `--only`,
-`--runs` and `--seeds` choose. Each run has {STEPS} steps of {GROUPS} groups of 8 samples, and answers {HELD_OUT}
-held-out problems before and after, greedily and sampled at temperature 1. The warm-started model and the held-out
-problems are the same in all runs, and so are the random numbers of the samples for one seed.
+It adds each run to `benchmarks/results/learning.json` and makes only those that are not there yet. Each run has
+{STEPS} steps of {GROUPS} groups of 8 samples, and answers {HELD_OUT} held-out problems before and after, greedily and
+sampled at temperature 1. The warm-started model and the held-out problems are the same in all runs, and so are the
+random numbers of the samples for one seed.
 
 ## Modes, staleness and correction
 
@@ -48,7 +48,8 @@ triangle marks a step with a value beyond the axis.
 
 What an asynchronous run trains in its first steps was all sampled by the first weights, so a larger bound learns later
 in the same number of steps. With the correction the reward at the end hardly depends on the bound; without it, the
-reward is lower the larger the bound is. What a mode gains in time is measured by `python -m benchmarks.async_vs_sync`.
+reward is lower the larger the bound is. What a mode gains in time is in
+[benchmarks](benchmarks.md#asynchronous-training).
 
 ![Effective sample size and KL by bound of staleness](images/results_mismatch.svg)
 
