@@ -65,7 +65,7 @@ _RECOVERY = """
 
 The soak's run (asynchronous, two engines, a checkpoint every five steps; [benchmarks](benchmarks.md#the-soak))
 under one fault after another. A fault is over when the run has gone on for two steps, or all engines serve again.
-What each fault costs in general is in [reliability](reference/faults.md).
+What each fault costs in general is in [faults](reference/faults.md).
 
 """
 
