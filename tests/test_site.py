@@ -77,6 +77,12 @@ def test_the_repository_is_that_of_the_package() -> None:
     assert site_config()["repo_url"] == urls["Repository"]
 
 
+def test_what_a_person_reads_can_be_read() -> None:
+    """Pages grow by a sentence at a time; what is looked up, and mostly generated, is in docs/reference."""
+    read = [page for page in PAGES if DOCS / "reference" not in page.parents]
+    assert sum(page.stat().st_size for page in read) <= 250 * 1024, "cut what is said twice"
+
+
 # --- the build itself
 
 
