@@ -122,8 +122,9 @@ def _recovery(recovery: Recovery) -> str:
             yield text(across(seconds), below + 22, f"{seconds:.0f} s", "quiet", anchor)
 
     names = ", ".join(f"{each.name} {each.recovered_s:.0f} s" for each in recovery.faults)
+    command = f"python -m benchmarks.learning --only recovery --rpc-s {recovery.rpc_s:g}"
     return document(
         width, below + 64, "A run under faults", f"Seconds until the run had gone on: {names}.",
         text(16, 28, "A run under faults: its steps, and the time until it had gone on", "title"), *steps(), *bars(),
-        text(width - 14, below + 52, "python -m benchmarks.learning --only recovery", "quiet", "end"),
+        text(width - 14, below + 52, command, "quiet", "end"),
     )  # fmt: skip
