@@ -28,7 +28,7 @@ make docs
 It adds each run to `benchmarks/results/learning.json` and makes only those that are not there yet. Each run has
 {STEPS} steps of {GROUPS} groups of 8 samples, and answers {HELD_OUT} held-out problems before and after, greedily and
 sampled at temperature 1. The warm-started model and the held-out problems are the same in all runs, and so are the
-random numbers of the samples for one seed.
+random numbers of the samples for one seed. They were made on two kinds of CPU, which round differently.
 
 ## Modes, staleness and correction
 
@@ -117,8 +117,8 @@ def _seeds(results: Results, like: LearningRun) -> int:
 
 def _cell(runs: Sequence[LearningRun], of: Callable[[LearningRun], float], form: str) -> str:
     values = [of(run) for run in runs]
-    spread = f" [{form.format(min(values))}, {form.format(max(values))}]" if min(values) < max(values) else ""
-    return form.format(mean(values)) + spread
+    low, high = form.format(min(values)), form.format(max(values))
+    return form.format(mean(values)) + (f" [{low}, {high}]" if low != high else "")
 
 
 def _recovery(results: Results) -> Iterator[str]:
