@@ -250,8 +250,8 @@ def stall_row(measured: dict[str, Any]) -> Ratio:
     slowed, bare = (seconds[kind] / seconds["alone"] - 1 for kind in ("save", "bare"))
     details = {
         "update_s": seconds["alone"],
-        "update_beside_save_s": seconds["save"],
-        "update_beside_bare_copy_and_write_s": seconds["bare"],
+        "update_alongside_save_s": seconds["save"],
+        "update_alongside_bare_copy_and_write_s": seconds["bare"],
         "slowed_by_bare_copy_and_write": bare,
         "updates_overlapped": measured["overlapped"],
     }

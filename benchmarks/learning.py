@@ -22,13 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.chaos.kinds import schedule
-from benchmarks.chaos.run import Tempo, run_once
+from benchmarks.chaos.kinds import missing, schedule
+from benchmarks.chaos.run import SAVE_EVERY, Tempo, run_once
 from benchmarks.lib.learning_results import RESULTS, Fault, LearningRun, Recovery, Results
 from benchmarks.lib.report import ROOT, Ratio, finish, new_parser
 from benchmarks.lib.whole_run import ASSETS_S, QUICKSTART, environment, fresh, train
@@ -95,20 +96,29 @@ def learn(task: str, name: str, changes: dict[str, Any], seed: int, options: arg
 
 
 def recover(options: argparse.Namespace) -> Recovery:
-    """Make the soak's run under `--faults`; return its steps and faults on one clock. Raises SystemExit if it fails."""
+    """Make the soak's run under `--faults`; return its steps and faults on one clock.
+
+    Raises SystemExit if it fails, or is not over every fault: only a whole time line is kept.
+    """
     soak = argparse.Namespace(seed=0, steps=options.recovery_steps, replicas=2, quick=True, assets=assets("additions"))
-    wanted = options.faults.split(",")
-    faults = schedule(0, wanted, replicas=2, first=3, last=soak.steps - 10)
+    wanted, tempo = options.faults.split(","), Tempo(options.rpc_s, 2 * options.rpc_s)
+    least_s = 2 * tempo.weight_sync_s  # what is shorter than the silence that is allowed loses nothing
+    faults = [
+        replace(fault, seconds=max(fault.seconds, least_s)) if fault.kind.action == "hang" else fault
+        for fault in schedule(0, wanted, replicas=2, first=SAVE_EVERY + 2, last=soak.steps - 10)
+    ]
     until = time.monotonic() + 2 * RUN_S
     directory = fresh(options.keep, "recovery")
     directory.mkdir(parents=True)
-    kinds, tempo = [each.kind for each in faults], Tempo(options.rpc_s, 2 * options.rpc_s)
     started = time.time()  # the injector's clock begins with the run
-    outcome = run_once("recovery", soak, directory, until, faults, 0.0, kinds, tempo)
-    if outcome.failure:
-        raise SystemExit(outcome.failure)
-    begun = outcome.records[0]["wall_time"]
+    outcome = run_once("recovery", soak, directory, until, faults, 0.0, [each.kind for each in faults], tempo)
+    over = [each for each in outcome.happened if each.over]
+    failure = outcome.failure or ", ".join(missing(faults, [each.fault for each in over]))
+    if failure:
+        raise SystemExit(f"the run under faults has failed, or is not over them: {failure}")
+    begun = min(record["wall_time"] for record in (*outcome.records, *outcome.rolled_back))
     return Recovery(
+        rpc_s=options.rpc_s,
         steps=[round(record["wall_time"] - begun, 1) for record in outcome.records],
         redone=[round(record["wall_time"] - begun, 1) for record in outcome.rolled_back],
         rewards=[round(record["reward/mean"], 3) for record in outcome.records],
@@ -118,9 +128,8 @@ def recover(options: argparse.Namespace) -> Recovery:
                 at_s=round(started + each.at_s - begun, 1),
                 recovered_s=round(each.recovered_s, 1),
                 redone_steps=each.redone_steps,
-                over=each.over,
             )
-            for each in outcome.happened
+            for each in over
         ],
     )
 

@@ -11,11 +11,11 @@ launch=$("$PYTHON" -m megarl.cluster.nodes prepare --scheduler local --config "$
 run_dir=$(dirname "$(dirname "$(dirname "$launch")")")
 
 # The ranks see the file at their next step boundary, save and exit.
-told=
+said=
 stop() {
   # The agent, which a Ctrl-C reaches too, may have written the file already.
-  [ -n "$told" ] || echo "megarl: finishing the step, saving; again to abort" >&2
-  told=yes
+  [ -n "$said" ] || echo "megarl: finishing the step, saving; again to abort" >&2
+  said=yes
   [ -e "$run_dir/stop" ] || echo "$1" >"$run_dir/stop"
 }
 # The agent counts INT and TERM, which a Ctrl-C sends to both: at the second one it ends everything at once.

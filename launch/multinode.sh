@@ -17,11 +17,11 @@ launch=$("$PYTHON" -m megarl.cluster.nodes prepare --scheduler local --hosts "$h
 run_dir=$(dirname "$(dirname "$(dirname "$launch")")")
 
 # The ranks see the file at their next step boundary, save and exit. A second SIGINT or SIGTERM ends the job at once.
-asked=0 told=
+asked=0 said=
 stop() {
   # The agent, which a Ctrl-C reaches too, may have written the file already.
-  [ -n "$told" ] || echo "megarl: finishing the step, saving; again to abort" >&2
-  told=yes
+  [ -n "$said" ] || echo "megarl: finishing the step, saving; again to abort" >&2
+  said=yes
   [ -e "$run_dir/stop" ] || echo "$1" >"$run_dir/stop"
   [ "$1" = SIGUSR1 ] || asked=$((asked + 1))
   if [ "$asked" -eq 2 ]; then

@@ -117,9 +117,9 @@ def test_without_nvcc_of_the_right_version(tmp_path: Path, monkeypatch: pytest.M
     write_site(tmp_path, release=None)
     with pytest.raises(build_te.MissingPartError) as caught:
         build_te.build_environment(tmp_path, {"PATH": "", "CUDA_HOME": str(tmp_path / "toolkit")}, 2, 8.0)
-    told = str(caught.value)
-    assert "package nvidia-cuda-nvcc: no nvcc" in told and "Fix: pip install" in told
-    assert f"CUDA_HOME: CUDA 12.8 at {tmp_path / 'toolkit'}" in told
+    message = str(caught.value)
+    assert "package nvidia-cuda-nvcc: no nvcc" in message and "Fix: pip install" in message
+    assert f"CUDA_HOME: CUDA 12.8 at {tmp_path / 'toolkit'}" in message
 
 
 @pytest.mark.parametrize("package", ["cudnn", "nccl"])
@@ -140,9 +140,9 @@ def test_without_a_compiler_or_pythons_headers(tmp_path: Path, monkeypatch: pyte
         build_te.build_environment(tmp_path, dict(os.environ), 2, 8.0)
 
 
-@pytest.mark.parametrize(("cuda", "told"), [(None, "built for CPUs"), ("12.8", "built for CUDA 12.8")])
-def test_another_build_of_torch_is_refused(cuda: str | None, told: str) -> None:
-    with pytest.raises(build_te.MissingPartError, match=told):
+@pytest.mark.parametrize(("cuda", "message"), [(None, "built for CPUs"), ("12.8", "built for CUDA 12.8")])
+def test_another_build_of_torch_is_refused(cuda: str | None, message: str) -> None:
+    with pytest.raises(build_te.MissingPartError, match=message):
         build_te.check_torch(cuda)
     build_te.check_torch("13.0")
 

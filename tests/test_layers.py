@@ -34,7 +34,7 @@ def test_the_package_keeps_its_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "line", "told"),
+    ("module", "line", "reported"),
     [
         (
             "models/architecture/rope.py",
@@ -65,12 +65,12 @@ def test_the_package_keeps_its_layers() -> None:
         ),
     ],
 )
-def test_a_forbidden_import_is_found(tree: Path, module: str, line: str, told: str) -> None:
+def test_a_forbidden_import_is_found(tree: Path, module: str, line: str, reported: str) -> None:
     path = tree / "megarl" / module
     path.write_text((path.read_text() if path.exists() else "") + f"\n{line}\n")
     ended = lint_imports(tree)
     assert ended.returncode != 0
-    assert told in ended.stdout.replace("`", ""), ended.stdout
+    assert reported in ended.stdout.replace("`", ""), ended.stdout
 
 
 def imports_of(path: Path) -> tuple[list[str], list[str]]:

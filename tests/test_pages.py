@@ -16,6 +16,8 @@ from tools.docs.commands_page import ORDER, commands_page
 from tools.docs.grafana import dashboard
 from tools.docs.metrics_page import CORE, metrics_page
 from tools.images.drawings import IMAGES, drawings
+from tools.images.series_panels import Curve, Panel, ends
+from tools.images.series_panels import panels as draw_panels
 
 FUNCTIONS = {"time", "on", "label_values"}
 
@@ -126,6 +128,13 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
 def test_the_pictures_are_those_of_their_sources() -> None:
     made = drawings()
     assert {name: (IMAGES / name).read_text() for name in made} == made, "run `python -m tools.images`"
+
+
+def test_a_single_value_does_not_flatten_a_picture_and_has_a_mark() -> None:
+    values = [0.99 + 0.0001 * step for step in range(99)]
+    assert ends([*values, 0.4]) == (values[0], values[-1]) and ends([1.0] * 9) == (1.0, 1.0)
+    shown = [Panel("ESS", [Curve("async", "first", [run])], 0.9, 1.0, str) for run in (values, [*values, 0.4])]
+    assert [draw_panels("", "", "", [panel]).count("<polygon") for panel in shown] == [0, 1]
 
 
 def test_the_page_for_users_of_other_trainers_names_existing_keys() -> None:

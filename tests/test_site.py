@@ -77,6 +77,12 @@ def test_the_repository_is_that_of_the_package() -> None:
     assert site_config()["repo_url"] == urls["Repository"]
 
 
+def test_what_a_person_reads_can_be_read() -> None:
+    """Pages grow by a sentence at a time; what is looked up, and mostly generated, is in docs/reference."""
+    read = [page for page in PAGES if DOCS / "reference" not in page.parents]
+    assert sum(page.stat().st_size for page in read) <= 250 * 1024, "cut what is said twice"
+
+
 # --- the build itself
 
 
@@ -102,3 +108,4 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(pa
             r"<(?:script|img|link rel=\"(?:stylesheet|preconnect)\")[^>]*(?:src|href)=\"([^\"]*)\"", html
         )
         assert loaded and not [each for each in loaded if re.match(r"(?:https?:)?//", each)], "loads from other hosts"
+        assert "md-source" in html and 'data-md-component="source"' not in html, "its script asks the code host"

@@ -1,4 +1,5 @@
-"""A hook of MkDocs (`mkdocs.yml`): links from docs/ to other files of the repository lead to the code host.
+"""Hooks of MkDocs (`mkdocs.yml`): links from docs/ to other files of the repository lead to the code host, and no page
+asks it for anything.
 
 In the sources they are relative (`../SECURITY.md#sandbox`), which is right in a checkout and on the code host. The site
 has the files of docs/ only, so there such a link gets an address below `repo_url`. A link to a file that is not there
@@ -37,6 +38,11 @@ def on_page_markdown(markdown: str, page: _Page, config: _SiteConfig, **_: objec
     """Return a page's source with its links out of docs/ rewritten; called by MkDocs for each page."""
     docs = Path(config.docs_dir)
     return rewritten(markdown, posixpath.dirname(page.file.src_uri), docs, config.repo_url.rstrip("/"))
+
+
+def on_post_page(output: str, **_: object) -> str:
+    """Return a page without the mark that makes its script ask the code host for stars; called by MkDocs for each."""
+    return output.replace(' data-md-component="source"', "")
 
 
 def rewritten(markdown: str, folder: str, docs: Path, repository: str) -> str:

@@ -23,7 +23,7 @@ AGAIN_S = 1.5  # after which a second stop signal is a second request
 
 @dataclass(frozen=True)
 class Target:
-    """What a fault hits: processes, if it comes from outside, and what is told of them.
+    """What a fault hits: processes, if it comes from outside, and what is said of them.
 
     `replica`: the one that they are of, if they are of one. `wanted`: how many processes of the part there must be when
     the fault is over.
@@ -123,8 +123,8 @@ def _limit(watch: WatchedRun, event: Happened, target: Target) -> bool:
 
 def _stale(watch: WatchedRun, event: Happened, target: Target) -> bool:
     answers = spoil(watch.orders, event.fault.seconds, watch.end.is_set)
-    told = ", ".join(f"{name} {times}" for name, times in sorted(answers.items()))
-    event.notes.append(f"stale handles: {told or 'nobody has asked'}")
+    answered = ", ".join(f"{name} {times}" for name, times in sorted(answers.items()))
+    event.notes.append(f"stale handles: {answered or 'nobody has asked'}")
     return bool(answers)
 
 

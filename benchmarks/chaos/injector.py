@@ -15,7 +15,7 @@ from benchmarks.chaos.actions import ACTIONS, find_target
 from benchmarks.chaos.judge import CONTINUED, RESTARTED, Judge
 from benchmarks.chaos.kinds import Fault, Happened
 from benchmarks.chaos.orders import SLOWER, give, withdraw
-from benchmarks.chaos.watch import TOLD, WatchedRun, catch
+from benchmarks.chaos.watch import MOMENT_NOTES, WatchedRun, catch
 from benchmarks.lib.file_faults import complete
 
 STOP_S = 30.0  # for the thread of the faults, when the run has ended
@@ -90,7 +90,7 @@ class Injector:
         judge, note = Judge(watch, target), target.note
         if target.replica is not None:
             caught = catch(moment, target.replica.engine, watch.run_dir, watch.end.is_set)
-            note = TOLD[moment][caught]
+            note = MOMENT_NOTES[moment][caught]
         pid = target.processes[0].pid if target.processes else 0
         event = watch.begin(fault, pid, note, busy=moment == "busy" and caught)
         if moment == "in-sync" and not caught:

@@ -32,7 +32,7 @@ class Judge:
         checks = [self._back]
         if event.fault.kind.outcome != "replaced":
             checks += [self._two_more_steps, self._served, self._allowed]
-        return all(check(event) for check in [*checks, self._told, self._refused])
+        return all(check(event) for check in [*checks, self._reported, self._refused])
 
     def _back(self, event: Happened) -> bool:
         """Wait until what was hit is there again."""
@@ -116,8 +116,8 @@ class Judge:
             event.notes.append(f"{event.redone_steps} steps were made again, {kind.redone} are allowed")
         return again <= kind.restarts and starts <= kind.starts and event.redone_steps <= kind.redone and not replicas
 
-    def _told(self, event: Happened) -> bool:
-        """Wait until the run has counted and told the fault as its kind says.
+    def _reported(self, event: Happened) -> bool:
+        """Wait until the run has counted and reported the fault as its kind says.
 
         Responses that go on elsewhere are counted when they are trained, which may be after the loss is made good.
         """
@@ -126,8 +126,8 @@ class Judge:
             if metric and not watch.notices(lambda metric=metric: watch.sum(metric, event.step) >= 1):  # type: ignore[misc]
                 event.notes.append(f"{metric} has NOT counted it")
                 return False
-        if not watch.notices(lambda: watch.has_told(event)):  # a batch may be trained later
-            event.notes.append(f"the run has NOT told: {kind.told}")
+        if not watch.notices(lambda: watch.has_printed(event)):  # a batch may be trained later
+            event.notes.append(f"the run has NOT printed: {kind.printed}")
             return False
         return True
 

@@ -20,8 +20,8 @@ class Kind:
     `outcome`: "replaced": a publication replaces the replica; "same": the same engine works on; "survived": the part is
     there again and two more steps are done, after `restarts` restarts of the ranks and `starts` starts of the job at
     most, and `redone` steps were made again at most.
-    `metric`, `told`: a metric that has then counted the fault, a text that the run has then printed once more, on the
-    terminal or in the log of an agent worker. `seconds`: how long it lasts at least and at most, 0 if it is over at
+    `metric`, `printed`: a metric that has then counted the fault, a text that the run has printed once more, in its
+    output or in the log of an agent worker. `seconds`: how long it lasts at least and at most, 0 if it is over at
     once. `moment`: what a replica does when it is hit: it works on requests, it has none, or it takes part in a
     publication of the weights.
     """
@@ -34,7 +34,7 @@ class Kind:
     starts: int = 0
     moment: Moment = "busy"
     metric: str = ""
-    told: str = ""
+    printed: str = ""
     redone: int = ANY_NUMBER
 
     @property
@@ -89,9 +89,9 @@ KINDS = {
         Kind("flood", "reward", "survived", metric="reward/redone"),
         Kind("kill", "agent-worker", "survived", metric=LOST_WORKER),
         Kind("hang", "agent-worker", "survived", seconds=LONG_S, metric=LOST_WORKER),
-        Kind("flood", "agent-worker", "survived", told=FLOODED),
-        Kind("spoil", "gradient", "survived", told=SKIPPED),
-        Kind("spoil", "logprob", "survived", told=SKIPPED),
+        Kind("flood", "agent-worker", "survived", printed=FLOODED),
+        Kind("spoil", "gradient", "survived", printed=SKIPPED),
+        Kind("spoil", "logprob", "survived", printed=SKIPPED),
         Kind("kill", "controller", "survived"),
         Kind("hang", "controller", "survived", seconds=LONG_S),
         Kind("kill", "queue", "survived"),
@@ -103,7 +103,7 @@ KINDS = {
         Kind("damage", "job", "survived", starts=1),
         Kind("interrupt", "job", "survived", starts=1),
         Kind("terminate", "job", "survived", starts=1),
-        Kind("limit", "job", "survived", starts=1, redone=0, told="stopping after"),
+        Kind("limit", "job", "survived", starts=1, redone=0, printed="stopping after"),
         Kind("stale", "files", "survived", seconds=(10.0, 20.0)),
     )
 }
@@ -179,8 +179,8 @@ class Happened:
     `busy`: the engine had requests. `continued`, `restarted`: the responses that other engines have finished, and the
     replicas that were restarted, until the next fault. `recovered_s`: from the fault until the run had gone on with
     what was lost. `redone_steps`: steps that a resume has gone back. `spoiled`: numbers that it has
-    made not finite. `damaged`: the checkpoint that it has changed. `told_before`: how often the run had told what it
-    tells of such a fault.
+    made not finite. `damaged`: the checkpoint that it has changed. `printed_before`: how often the run had printed
+    the text of such a fault.
     """
 
     fault: Fault
@@ -194,7 +194,7 @@ class Happened:
     recovered_s: float = 0.0
     redone_steps: int = 0
     spoiled: int = 0
-    told_before: int = 0
+    printed_before: int = 0
     damaged: Path | None = None
     notes: list[str] = field(default_factory=list)
 

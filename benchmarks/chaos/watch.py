@@ -1,4 +1,4 @@
-"""Watches a run from outside: its steps, its processes and what it tells, and notes the faults that happen to it."""
+"""Watches a run from outside: its steps, its processes and what it prints, and notes the faults that happen to it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class WatchedRun:
     def begin(self, fault: Fault, pid: int, note: str, *, busy: bool = False) -> Happened:
         """Note that a fault happens now, and tell it."""
         event = Happened(fault, pid, self.step, self.seconds, busy=busy, notes=[note])
-        event.told_before = self.told(fault.kind.told)
+        event.printed_before = self.printed(fault.kind.printed)
         self.happened.append(event)
         self.say(f"step {event.step}: {fault} (pid {pid}), {note}")
         return event
@@ -112,7 +112,7 @@ class WatchedRun:
         """True if all replicas have served in the latest step."""
         return bool(self.records[-1].get("rollout/replicas_alive") == self.replicas)
 
-    # --- steps, and what is told
+    # --- steps, and what is printed
 
     @property
     def seconds(self) -> float:
@@ -133,14 +133,14 @@ class WatchedRun:
         """Return the sum of a metric over the steps after step `since`."""
         return sum(record.get(metric) or 0.0 for record in self.records[since:])
 
-    def told(self, text: str) -> int:
-        """Return how often the run has told a text on the terminal and in the logs of its agent workers."""
+    def printed(self, text: str) -> int:
+        """Return how often the run has printed a text on the terminal and in the logs of its agent workers."""
         return sum(_count(log, text) for log in [self.log, *(self.run_dir / "logs").glob("worker-*.log")])
 
-    def has_told(self, event: Happened) -> bool:
-        """Return whether the run has told of a fault as its kind says."""
-        told = event.fault.kind.told
-        return not told or self.told(told) > event.told_before
+    def has_printed(self, event: Happened) -> bool:
+        """Return whether the run has printed the text of a fault's kind."""
+        printed = event.fault.kind.printed
+        return not printed or self.printed(printed) > event.printed_before
 
     # --- waits
 
@@ -175,8 +175,8 @@ def read_so_far(run_dir: Path) -> list[dict[str, Any]]:
 
 
 WAIT_S = {"busy": 10.0, "idle": 30.0, "in-sync": 60.0}  # for the moment, before the fault comes all the same
-# What is told of each moment, if it has not come in time and if it has.
-TOLD = {
+# The notes of each moment, if it has not come in time and if it has.
+MOMENT_NOTES = {
     "busy": ("it was idle", "it had requests"),
     "idle": ("it worked", "it was idle"),
     "in-sync": ("NOT in a publication", "in a publication"),

@@ -69,8 +69,8 @@ def check_run(run_dir: Path, *, stopped: bool = False) -> AccountingReport:
         if not is_finite(rows) and step not in skipped:
             report.problems["finite"].append(f"step {step} has log-probs that are not finite, and was not skipped")
         failed = sorted(group.number for group in steps[step] if group.end == "failed")
-        told = sorted(rollout.taken.get(step, {}).get("failed", []))
-        report.expect("counts", f"step {step}: groups failed by their rows", failed, told)
+        reported = sorted(rollout.taken.get(step, {}).get("failed", []))
+        report.expect("counts", f"step {step}: groups failed by their rows", failed, reported)
         if step in skipped:
             steps[step] = skip(steps[step])
             _check_skipped(step, records.get(step + 1, {}), report)
@@ -92,7 +92,7 @@ def read_rules(run_dir: Path, pace: Mapping[str, int], records: Mapping[int, Map
     data = Path(config["data"]["path"])
     lines = [line for line in _present(data).read_text(encoding="utf-8").splitlines() if line.strip()]
     if len(set(lines)) != len(lines):
-        raise UnreadableRun(f"{data} has equal lines: whether a prompt is twice in an epoch cannot be told")
+        raise UnreadableRun(f"{data} has equal lines: whether a prompt is twice in an epoch cannot be known")
     skipped = sum(int(record.get("rollout/skipped_prompts") or 0) for record in records.values())
     return Rules.of(config, pace["max_staleness"], len(lines) - skipped)
 
@@ -113,9 +113,9 @@ def _check_step(
     ends["filtered"] += len(taken["replaced"])
     report.ends += ends
     metrics = {end: record.get(f"groups/{end}") for end in ENDS}
-    for name, told in (("controller", rollout.commits.get(step, {})), ("metrics", metrics)):
+    for name, reported in (("controller", rollout.commits.get(step, {})), ("metrics", metrics)):
         for end in ENDS:
-            report.expect("counts", f"step {step}, {end}: {name} say", told.get(end), ends[end])
+            report.expect("counts", f"step {step}, {end}: {name} say", reported.get(end), ends[end])
     if (admitted := record.get("groups/admitted")) != len(ids) + len(taken["replaced"]):
         report.problems["counts"].append(f"step {step}: groups/admitted is {admitted}, {len(ids)} are in the batch")
     report.expect("counts", f"step {step}: groups in the batch", len(ids), rules.groups)
@@ -139,13 +139,13 @@ def _check_age(
     trained = [group for group in groups if group.end == "trained"]
     oldest = max((group.lag for group in trained if group.lag is not None), default=0)
     report.oldest = max(report.oldest, oldest)
-    told = record.get("batch/staleness_max") or 0
-    if told > rules.bound:
+    reported = record.get("batch/staleness_max") or 0
+    if reported > rules.bound:
         report.problems["staleness"].append(
-            f"step {step} trained a token {told} updates old; the bound is {rules.bound}"
+            f"step {step} trained a token {reported} updates old; the bound is {rules.bound}"
         )
     if rules.updates == 1:  # with more, it depends on the update that trains the group
-        report.expect("staleness", f"step {step}: batch/staleness_max", told, oldest)
+        report.expect("staleness", f"step {step}: batch/staleness_max", reported, oldest)
     for name in ("trained_samples", "loss_tokens", "trained_tokens"):
         wanted = sum(getattr(group, name) for group in trained)
         found = record.get(f"batch/{name}") or 0
@@ -158,7 +158,7 @@ def _check_totals(
     """Compare the sums over the run: the recount's, the metrics' and those of the rollout side.
 
     A run that was stopped has admitted more groups than its steps have, and may have rolled back some of which no step
-    has told any more.
+    has reported any more.
     """
     last = records[max(records)] if records else {}
     for end in ENDS:
@@ -168,11 +168,11 @@ def _check_totals(
     total = report.ends.total()
     report.expect("counts", "total/groups_admitted", last.get("total/groups_admitted"), total)
     rolled_back = rollout.starts - len(rollout.admitted)
-    told = last.get("total/groups_rolled_back") or 0
+    reported = last.get("total/groups_rolled_back") or 0
     if not stopped:
         report.expect("counts", "groups that the controller has admitted", len(rollout.admitted), total)
-    if not stopped or told > rolled_back:
-        report.expect("groups", "total/groups_rolled_back", told, rolled_back)
+    if not stopped or reported > rolled_back:
+        report.expect("groups", "total/groups_rolled_back", reported, rolled_back)
 
 
 def _check_repetitions(steps: Mapping[int, Sequence[CountedGroup]], rules: Rules, report: AccountingReport) -> None:

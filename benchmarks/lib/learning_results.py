@@ -70,12 +70,14 @@ class Fault(_Kept):
     at_s: float
     recovered_s: float
     redone_steps: int
-    over: bool
 
 
 class Recovery(_Kept):
-    """A run under faults. `steps`, `redone` [s]: the ends of its steps, and of those that a resume has discarded."""
+    """A run under faults, in which a part that was silent for `rpc_s` was lost. `steps`, `redone` [s]: the ends of its
+    steps, and of those that a resume has discarded.
+    """
 
+    rpc_s: float
     steps: list[float]
     redone: list[float]
     rewards: list[float]

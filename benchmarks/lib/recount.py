@@ -349,7 +349,7 @@ class RolloutSide:
         self.kept |= set(event["started"])
 
     def _hold(self, event: Mapping[str, Any]) -> None:
-        """Go on with steps that were taken before `begin`: a new controller was told of them by the trainer."""
+        """Go on with steps that were taken before `begin`: a new controller got them from the trainer."""
         for each in event["taken"]:
             self.taken[each["step"]] = {name: list(each[name]) for name in ("ok", "failed", "replaced")}
             self.admitted |= set(self.groups_of(each["step"]))
@@ -388,7 +388,7 @@ class RolloutSide:
         self.commits[event["step"]] = {end: event[end] for end in ENDS}
 
     def end_at(self, steps: int) -> None:
-        """Forget the commits from step `steps` on, of which a run that was stopped has not told any more."""
+        """Forget the commits from step `steps` on, which a run that was stopped has not reported any more."""
         self.commits = {step: each for step, each in self.commits.items() if step < steps}
 
     @property

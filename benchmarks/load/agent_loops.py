@@ -16,7 +16,7 @@ flight that is asked for, because it counts finished groups too, which wait for 
 - in flight: trajectories in flight, median over the steps / the number asked for, the smaller of the two ratios;
 - cost: CPU time of controller, workers, rewards, queue and Ray's own processes per trajectory, most / fewest in flight;
 - longest turn: of the event loops of controller and workers, with most in flight / 100 ms. A timer that is due every
-  10 ms was late by that time, so it counts too that other processes had the cores; how long that was is told alongside
+  10 ms was late by that time, so it counts too that other processes had the cores; how long that was is shown alongside
   it, and the most that a loop has computed in any turn;
 - longest turn while all begin: the same before, from the start of the pool until what has begun together is trained.
 

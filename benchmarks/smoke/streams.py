@@ -117,16 +117,16 @@ def run(where: Where, streams: Streams | None = None) -> tuple[list[Ratio], list
     rows = [
         # The premise of all this: if it does not hold, the other rows prove nothing.
         row("pending work / wait of a broadcast on the default stream", OCCUPIED_S,
-            broadcast_beside_work(streams, group, own=False), 1.1, "s"),
+            broadcast_alongside_work(streams, group, own=False), 1.1, "s"),
         row("wait of a broadcast on a stream of its own / pending work",
-            broadcast_beside_work(streams, group, own=True), OCCUPIED_S, 0.5, "s"),
+            broadcast_alongside_work(streams, group, own=True), OCCUPIED_S, 0.5, "s"),
     ]  # fmt: skip
     rows += blocking_rows(streams)
     rows += publish.rows(where, streams, OCCUPIED_S)
     return rows, []
 
 
-def broadcast_beside_work(streams: Streams, group: Backend, *, own: bool) -> float:
+def broadcast_alongside_work(streams: Streams, group: Backend, *, own: bool) -> float:
     """Return the seconds from the start of work on the default stream to the end of a broadcast of another thread."""
     seconds: list[float] = []
     tensor = streams.tensor()

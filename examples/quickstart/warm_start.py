@@ -104,7 +104,7 @@ def warm_start(
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, size))
     recent: list[float] = []
-    started, told = time.monotonic(), 0.0
+    started, reported = time.monotonic(), 0.0
     model.train()
     for step in range(size.steps):
         rows_B = torch.randint(len(ids_NL), (size.batch,), generator=generator)
@@ -118,8 +118,8 @@ def warm_start(
         optimizer.step()
         schedule.step()
         recent = [*recent[-19:], loss.item()]
-        if (seconds := time.monotonic() - started) > told + 10 or step + 1 == size.steps:
-            told = seconds
+        if (seconds := time.monotonic() - started) > reported + 10 or step + 1 == size.steps:
+            reported = seconds
             logger.info("warm start: step %d/%d, loss %.4f, %.0f s", step + 1, size.steps, loss.item(), seconds)
     model.eval()
     return sum(recent) / max(len(recent), 1)

@@ -26,7 +26,7 @@ from megarl.chat.tool_calls import (
     unclosed,
 )
 
-# What begins with no mark, such as a bare name, cannot be told from content.
+# What begins with no mark, such as a bare name, cannot be distinguished from content.
 _MARK = re.compile(r"<[^\s<>]|\[\w+\]")
 _NAME = r"([^\s<>\[\](){}]+?)"
 _NEVER = "(?!)"

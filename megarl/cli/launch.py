@@ -69,8 +69,8 @@ def run(options: argparse.Namespace) -> int:
     slurm = (options.scheduler or ("slurm" if shutil.which("sbatch") else "local")) == "slurm"
     plan, found = _plan(config, options, slurm=slurm)
     user_environment(config.launch.runtime_env)
-    if not options.dry_run and (told := already_finished(config)) is not None:
-        sys.stderr.write(f"megarl: {told}\n")
+    if not options.dry_run and (message := already_finished(config)) is not None:
+        sys.stderr.write(f"megarl: {message}\n")
         return 0
     if slurm and not options.no_files:
         found.add(_checked_here(config, dry_run=options.dry_run))

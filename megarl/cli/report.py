@@ -10,7 +10,7 @@ from pathlib import Path
 from megarl.common.errors import ConfigError
 from megarl.common.files import replace_file
 
-MOST_RUNS = 8  # side by side: so many colors can be told apart
+MOST_RUNS = 8  # side by side: so many colors can be distinguished
 MOST_SAMPLES = 48  # to read, of all runs together at least 8 each
 BUCKETS = 800
 

@@ -60,8 +60,8 @@ def torchrun_command(options: argparse.Namespace) -> list[str] | None:
     plan = make_plan(config)
     if (nodes := resolve_pools(config).nodes) > 1:
         raise ConfigError([f"the config needs {nodes} nodes; start it by: megarl launch --config {options.config}"])
-    if (told := already_finished(config)) is not None:
-        sys.stderr.write(f"megarl: {told}\n")
+    if (message := already_finished(config)) is not None:
+        sys.stderr.write(f"megarl: {message}\n")
         return None
     if not options.force:
         refuse_claimed(config.run_dir)

@@ -21,7 +21,7 @@ Tell = Callable[[RowMistake], object]  # takes one mistake, and keeps nothing
 def data_file_findings(sets: Iterable[DataSet], tell: Tell | None = None, *, only_present: bool = False) -> Findings:
     """Find each kind of mistake in the rows of training and evaluation sets, with the first rows that have it.
 
-    With `tell` every mistake is told when it is found, and files are read to their end, not only their first rows;
+    With `tell` every mistake is reported when it is found, and files are read to their end, not only their first rows;
     without, a note names each file that has more. `only_present`: a file that is not on this machine is no mistake.
     """
     found = Findings()
@@ -32,12 +32,12 @@ def data_file_findings(sets: Iterable[DataSet], tell: Tell | None = None, *, onl
             unscored = isinstance(each, TrainSet) and each.demonstrates
             check = None if unscored or each.reward.expects_failures else row_check(each.reward.function)
             mistakes = row_mistakes(each.path, each.data, None if tell else MOST_ROWS, check)
-            kinds = _by_kind(mistakes if tell is None else _told(mistakes, tell))
+            kinds = _by_kind(mistakes if tell is None else _reported(mistakes, tell))
             cut = tell is None and most_rows(each) == MOST_ROWS and has_more_rows(each.path, MOST_ROWS)
         except (ValueError, OSError) as error:
             found.add(Findings([f"{each.key}: {error}"]))
             continue
-        found.add(Findings([f"{each.key}: {_text(kind, every_row_told=tell is not None)}" for kind in kinds]))
+        found.add(Findings([f"{each.key}: {_text(kind, every_row_reported=tell is not None)}" for kind in kinds]))
         if cut:
             note = f"{each.path}: the first {MOST_ROWS:,} rows were checked; megarl plan --all-mistakes reads all"
             found.add(Findings(notes=[note]))
@@ -60,7 +60,7 @@ class _Kind:
     first: list[RowMistake] = field(default_factory=list)
 
 
-def _told(found: Iterable[RowMistake], tell: Tell) -> Iterator[RowMistake]:
+def _reported(found: Iterable[RowMistake], tell: Tell) -> Iterator[RowMistake]:
     for mistake in found:
         tell(mistake)
         yield mistake
@@ -77,7 +77,7 @@ def _by_kind(found: Iterable[RowMistake]) -> list[_Kind]:
     return list(kinds.values())
 
 
-def _text(kind: _Kind, *, every_row_told: bool) -> str:
+def _text(kind: _Kind, *, every_row_reported: bool) -> str:
     """Return one line for one row, or else the kind, the number of its rows, and a line for each that is shown."""
     if kind.count == 1:
         return str(kind.first[0])
@@ -86,7 +86,7 @@ def _text(kind: _Kind, *, every_row_told: bool) -> str:
     lines = [f"{kind.count} rows: {kind.first[0].kind}{seen.pop() if same else ''}"]
     lines += [f"{each.where}{'' if same else each.seen}" for each in kind.first]
     if left := kind.count - len(kind.first):
-        lines.append(f"and {left} more" + ("" if every_row_told else " (megarl plan --all-mistakes prints each)"))
+        lines.append(f"and {left} more" + ("" if every_row_reported else " (megarl plan --all-mistakes prints each)"))
     return "\n      ".join(lines)
 
 
@@ -96,6 +96,6 @@ def first_prompts(sets: Iterable[DataSet]) -> dict[str, Prompt]:
     for each in sets:
         try:
             found[each.key] = load_prompts(each.path, each.data, 1)[0]
-        except (ValueError, OSError):  # told by `data_file_findings`
+        except (ValueError, OSError):  # reported by `data_file_findings`
             continue
     return found

@@ -90,7 +90,7 @@ def length_findings(
         rows = len(prompts)
         if not whole and (count := _affordable(prompts)) < rows:
             prompts = load_prompts(chosen.path, chosen.data, count)
-    except (ValueError, OSError):  # told by `data_file_findings`
+    except (ValueError, OSError):  # reported by `data_file_findings`
         return Findings()
     some = len(prompts) < rows or rows == most
     skipped = _skipped(chosen, encoder, prompts, stops, some=some)

@@ -194,10 +194,10 @@ class EnvironmentClient:
                 elif kind == b"delta":
                     opened.traces.apply(content)
             except Exception as error:
-                told = f"a message of the environment server cannot be read: {type(error).__name__}: {error}"
-                logger.warning("%s", told)
+                message = f"a message of the environment server cannot be read: {type(error).__name__}: {error}"
+                logger.warning("%s", message)
                 if opened is not None and not opened.reply.done():
-                    opened.reply.set_exception(EnvironmentFailed(told))
+                    opened.reply.set_exception(EnvironmentFailed(message))
 
 
 # Starts an environment in a process and a virtual environment of its own, and again when it has died.
@@ -302,12 +302,12 @@ class EnvironmentServer:
         until = time.monotonic() + START_S
         while not await client.health(LOOK_S):
             if process.returncode is not None:
-                told = f"the environment server has ended with {process.returncode} at its start"
+                message = f"the environment server has ended with {process.returncode} at its start"
             elif time.monotonic() > until:
-                told = f"a sample waited {START_S:.0f} s for the environment server to start"
+                message = f"a sample waited {START_S:.0f} s for the environment server to start"
             else:
                 continue
-            raise RolloutError(f"{told}; {self._log} ends with: {self._tail()}")
+            raise RolloutError(f"{message}; {self._log} ends with: {self._tail()}")
 
     async def _tell_end(self, process: asyncio.subprocess.Process, client: EnvironmentClient) -> None:
         code = await process.wait()

@@ -91,9 +91,9 @@ class GatewayClient:
             async with self._http.request(method, url, data=body, timeout=limit) as answer:
                 content, status = await answer.read(), answer.status
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise GatewayLost(
-                f"the gateway at {self.base_url} does not answer within {limit_s:.0f} s ({told})"
+                f"the gateway at {self.base_url} does not answer within {limit_s:.0f} s ({message})"
             ) from error
         if status == 404:
             raise GatewayLost(
@@ -117,9 +117,9 @@ async def wait_for_gateway(run_dir: Path, limit_s: float = REOPEN_S) -> None:
                 async with http.get(f"{root}/health") as answer:
                     if answer.status == 200:
                         return
-                    told = f"it answers with {answer.status}"
+                    message = f"it answers with {answer.status}"
         except (aiohttp.ClientError, OSError, ValueError, KeyError, TimeoutError) as error:
-            told = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
         if time.monotonic() > until:
-            raise GatewayLost(f"a sample waited {limit_s:.0f} s for the gateway of the run to be open again: {told}")
+            raise GatewayLost(f"a sample waited {limit_s:.0f} s for the gateway of the run to be open again: {message}")
         await asyncio.sleep(LOOK_S)

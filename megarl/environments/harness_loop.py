@@ -44,7 +44,7 @@ class SampleFailed(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class ActEnd:
-    """The end of `act`. `reward`: what it has told, if anything; `failure`: why the sample cannot be used.
+    """The end of `act`. `reward`: what it has returned, if anything; `failure`: why the sample cannot be used.
 
     `overflow`: it failed after the gateway had refused a request at a bound, so that the trajectory ends before that.
     """
@@ -99,8 +99,8 @@ class Harness:
                 return await self._attempt(ctx, run_dir)
             except AttemptLost as error:
                 if attempt == self._attempts:
-                    told = f"sample {ctx.group_id}:{ctx.sample_index} was begun {attempt} times"
-                    raise AttemptLost(f"{told}; the last time {error}") from error
+                    reported = f"sample {ctx.group_id}:{ctx.sample_index} was begun {attempt} times"
+                    raise AttemptLost(f"{reported}; the last time {error}") from error
                 logger.warning("sample %d:%d is begun again: %s", ctx.group_id, ctx.sample_index, error)
                 if isinstance(error, GatewayLost):
                     await wait_for_gateway(run_dir)
@@ -135,15 +135,15 @@ class Harness:
             if isinstance(error, SampleFailed):
                 return ActEnd(failure=str(error))
             if isinstance(error, TimeoutError) and limit.expired():
-                told = f"{sample} waited {limit_s:.0f} s for {self._name} to end; its time-out can be raised"
-                return ActEnd(failure=told)
+                reported = f"{sample} waited {limit_s:.0f} s for {self._name} to end; its time-out can be raised"
+                return ActEnd(failure=reported)
             refused = await gateway.refusal(name)  # raises GatewayLost if that is why it has failed
-            told = f"{self._name} failed in {sample}: {type(error).__name__}: {error}"
+            reported = f"{self._name} failed in {sample}: {type(error).__name__}: {error}"
             if not refused:
-                raise ToolFailed(told) from error
-            logger.info("%s; the gateway had refused a request: %s", told, refused)
+                raise ToolFailed(reported) from error
+            logger.info("%s; the gateway had refused a request: %s", reported, refused)
             fails = ctx.toolbox.bounds.on_overflow == "fail"
-            return ActEnd(failure=f"{told} (agent.on_overflow)" if fails else "", overflow=True)
+            return ActEnd(failure=f"{reported} (agent.on_overflow)" if fails else "", overflow=True)
 
 
 def terms_of(ctx: AgentContext) -> SessionTerms:
@@ -202,7 +202,7 @@ async def trajectories(ctx: AgentContext, turns: Sequence[SessionTurn], end: Act
 def dialogue_of(ctx: AgentContext, row: SessionRow, turns: Sequence[SessionTurn]) -> list[Turn]:
     """Return a path as reward functions see it; `turns`: those of its session.
 
-    What stands between two turns of the model is told message by message if a chat has brought it. Else, and whatever
+    What stands between two turns of the model is listed message by message if a chat has brought it. Else, and whatever
     its role is if that is not `tool`, it is a `user`'s: what the model has not sampled is never an assistant's.
     """
     by_number = {turn.number: turn for turn in turns}
@@ -214,20 +214,20 @@ def dialogue_of(ctx: AgentContext, row: SessionRow, turns: Sequence[SessionTurn]
         messages += [(known, each) for each in turn.messages]
         calls += [(begin, each) for each in turn.calls]
         known = begin + len(turn.response_ids)
-    told, start = [], 0
+    listed, start = [], 0
     for by_model, tokens in itertools.groupby(row.sampled):
         end = start + len(list(tokens))
         ids, here = row.response_ids[start:end], range(start, end)
         if by_model:
             made = tuple(call for at, call in calls if at in here)
-            told.append(Turn("assistant", ctx.toolbox.dialogue.text(ids), len(ids), made))
+            listed.append(Turn("assistant", ctx.toolbox.dialogue.text(ids), len(ids), made))
         elif brought := [message for at, message in messages if at in here]:
             inserted = [Turn("tool" if role == "tool" else "user", text) for role, text in brought]
-            told += [*inserted[:-1], replace(inserted[-1], tokens=len(ids))]
+            listed += [*inserted[:-1], replace(inserted[-1], tokens=len(ids))]
         else:
-            told.append(Turn("user", ctx.toolbox.dialogue.text(ids), len(ids)))
+            listed.append(Turn("user", ctx.toolbox.dialogue.text(ids), len(ids)))
         start = end
-    return told
+    return listed
 
 
 def _result(turn: SessionTurn) -> GenerateResult:
@@ -236,7 +236,7 @@ def _result(turn: SessionTurn) -> GenerateResult:
 
 
 def _turns_that_do_not_fit(rows: Sequence[SessionRow], reward: RewardOutcome | None) -> str:
-    """Return why the rewards of turns cannot be told of which turns they are; empty if they can, or there are none."""
+    """Return why it cannot be known of which turns the rewards of turns are; empty if they can, or there are none."""
     if reward is None or not reward.turn_rewards:
         return ""
     if len(rows) > 1:

@@ -60,7 +60,7 @@ class Verifiers:
         `timeouts.generate_s`. `variables`: further environment variables of the server, which gets none of the run's
         that are not named here.
 
-        Raises ValueError for a Python or a directory that is not there, and for a client whose renderer is not told.
+        Raises ValueError for a Python or a directory that is not there, and for a client whose renderer is not given.
         """
         if not Path(python).is_file():
             raise ValueError(f"agent.kwargs.python: there is no {python}; run make setup-environments")
@@ -78,7 +78,7 @@ class Verifiers:
         self._timeout_s, self._attempts = timeout_s, attempts
         self._server: EnvironmentServer | None = None
         self._model = ""
-        self._told_parts = False
+        self._reported_parts = False
 
     async def run(self, ctx: AgentContext) -> list[Trajectory]:
         """See `AgentLoop.run` and `Harness.run`."""
@@ -90,8 +90,8 @@ class Verifiers:
             self._server = EnvironmentServer(self._spec, run_dir / "logs" / "environment.log", token)
         act = functools.partial(self._act, self._server)
         rows = await Harness(act, self._timeout_s, self._attempts, name="the environment").run(ctx)
-        if len(rows) > 1 and self._client["type"] == "train" and not self._told_parts:
-            self._told_parts = True
+        if len(rows) > 1 and self._client["type"] == "train" and not self._reported_parts:
+            self._reported_parts = True
             logger.warning(
                 "sample %d:%d became %d rows: the environment has restarted a dialogue, or verifiers has tokenized an "
                 "earlier turn again; see docs/rollout/environments.md on renderer_config. This is logged once",
@@ -157,8 +157,8 @@ def reward_of(traces: Sequence[TraceSoFar]) -> RewardResult:
     for trace in traces:
         if not trace.values.get("ok"):
             last = trace.errors[-1] if trace.errors else {}
-            told = f"{last.get('type')}: {last.get('message')}" if last else "it did not complete"
-            raise SampleFailed(f"the environment failed: {told}")
+            message = f"{last.get('type')}: {last.get('message')}" if last else "it did not complete"
+            raise SampleFailed(f"the environment failed: {message}")
     components: dict[str, float] = {}
     total = 0.0
     for trace in traces:

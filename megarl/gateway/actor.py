@@ -125,8 +125,8 @@ class GatewayActor:
                 break
             except OSError as error:
                 if not self.spec.port or time.monotonic() > deadline:
-                    told = f"the gateway cannot listen at {host}:{self.spec.port}: {error}; see gateway.host and gateway.port"  # noqa: E501
-                    raise RolloutError(told) from error
+                    message = f"the gateway cannot listen at {host}:{self.spec.port}: {error}; see gateway.host and gateway.port"  # noqa: E501
+                    raise RolloutError(message) from error
                 await asyncio.sleep(0.5)
         await self._server.start(listener)
         return host, int(listener.getsockname()[1])

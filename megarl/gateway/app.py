@@ -131,13 +131,13 @@ class GatewayRoutes:
                 self._authenticate(request)
             return await handler(request)
         except ApiError as error:
-            told = error
+            failure = error
         except web.HTTPException as error:
-            told = ApiError(error.status, error.reason)
+            failure = ApiError(error.status, error.reason)
         except Exception:
             logger.exception("%s %s", request.method, request.path)
-            told = ApiError(500, "the gateway failed; its log says why", kind="server_error")
-        return _json(told.content(), told.status)
+            failure = ApiError(500, "the gateway failed; its log says why", kind="server_error")
+        return _json(failure.content(), failure.status)
 
     def _authenticate(self, request: web.Request) -> None:
         """Raise ApiError without the right bearer token; the comparison takes the same time for all wrong ones."""
@@ -145,10 +145,10 @@ class GatewayRoutes:
         # Bytes of a header that are no UTF-8 arrive as surrogates.
         same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token)
         if kind.lower() != "bearer" or not same:
-            told = (
+            message = (
                 "the bearer token is missing or wrong; gateway.json names the file that has the token of this gateway"
             )
-            raise ApiError(401, told, kind="authentication_error", code="invalid_api_key")
+            raise ApiError(401, message, kind="authentication_error", code="invalid_api_key")
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer 200 while the rollout controller is reached; anybody may ask."""
@@ -230,8 +230,8 @@ class GatewayRoutes:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self._models:
-            told = f"the gateway serves {self._models[0]!r}, not {name!r}"
-            raise ApiError(404, told, field="model", code="model_not_found")
+            message = f"the gateway serves {self._models[0]!r}, not {name!r}"
+            raise ApiError(404, message, field="model", code="model_not_found")
 
 
 def _checked_name(name: str) -> str:

@@ -168,7 +168,7 @@ _DEFAULTS = ChatRequest(messages=[])
 class ChatText:
     """Holds the text of a response: its content, and its tool calls in OpenAI's form.
 
-    `requested`: the calls as a reward function is told of them (`Turn.calls`), those that cannot be read included.
+    `requested`: the calls as a reward function gets them (`Turn.calls`), those that cannot be read included.
     """
 
     content: str

@@ -56,10 +56,10 @@ class Generation:
                     await self.news.wait()
         except TimeoutError:
             waited_s = self.request.timeout_s + MARGIN_S
-            told = f"the gateway waited {waited_s:.0f} s (timeouts.generate_s) for the rollout controller"
+            message = f"the gateway waited {waited_s:.0f} s (timeouts.generate_s) for the rollout controller"
             if lost_s := self._lost_s():
-                told += f", which it has not reached for {lost_s:.0f} s"
-            raise not_generated("late", told) from None
+                message += f", which it has not reached for {lost_s:.0f} s"
+            raise not_generated("late", message) from None
 
     def result(self) -> ResponsePart:
         """Return the tokens of a response that has ended. Raises ApiError if it failed."""
@@ -95,8 +95,8 @@ class ControllerClient:
         """Begin requests, whose ids may be any. Raises ApiError if too many are under way."""
         opened = [Generation(each, self.lost_s) for each in requests]
         if len(self._open) + len(opened) > MOST_OPEN:
-            told = f"{len(self._open)} responses are under way, and {MOST_OPEN} may be; try again later"
-            raise ApiError(429, told, kind="rate_limit_error", code="rate_limit_exceeded")
+            message = f"{len(self._open)} responses are under way, and {MOST_OPEN} may be; try again later"
+            raise ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
         self._add(opened)
         return opened
 

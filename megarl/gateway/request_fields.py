@@ -52,11 +52,11 @@ def too_many(message: str) -> ApiError:
 
 def no_session() -> ApiError:
     """Return the error of a session that is not there."""
-    told = (
+    reason = (
         "there is no such session: it never began, was ended, nobody used it for too long (twice timeouts.generate_s), "
         f"or its gateway has died; nothing but PUT opens one whose name begins with {RUN_SESSIONS!r}"
     )
-    return ApiError(404, told, code="session_not_found")
+    return ApiError(404, reason, code="session_not_found")
 
 
 def not_generated(failure: Failure, message: str) -> ApiError:
@@ -124,8 +124,8 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Return what is asked of the engine; `max_tokens` is cut to what fits. Raises ApiError."""
         room = limits.max_model_len - prompt_tokens
         if room < 1:
-            told = f"the prompt has {prompt_tokens} tokens; with one of a response it may have {limits.max_model_len} (max_model_len)"  # noqa: E501
-            raise ApiError(400, told, field="messages", code=TOO_LONG)
+            reason = f"the prompt has {prompt_tokens} tokens; with one of a response it may have {limits.max_model_len} (max_model_len)"  # noqa: E501
+            raise ApiError(400, reason, field="messages", code=TOO_LONG)
         stops = check_tokens(f"{where}.stop_token_ids".lstrip("."), self.stop_token_ids, limits)
         if self.top_k > limits.vocabulary:
             raise refused(f"{where}.top_k".lstrip("."), f"the model has {limits.vocabulary} tokens")
@@ -204,8 +204,8 @@ class SessionTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises ApiError if the session may not make so many.
         """
         if self.most_turns is not None and number >= self.most_turns:
-            told = f"the session has made the {self.most_turns} requests that it may make (most_turns)"
-            raise ApiError(400, told, code=NO_TURN_LEFT)
+            reason = f"the session has made the {self.most_turns} requests that it may make (most_turns)"
+            raise ApiError(400, reason, code=NO_TURN_LEFT)
         most = min(asked.spec.max_tokens, self.sampling.max_tokens)
         stops = tuple(sorted({*asked.spec.stop_token_ids, *self.sampling.stop_token_ids}))
         seed = None if self.seed is None else request_seed(self.seed, 0, 0, number)

@@ -239,8 +239,8 @@ class Sessions:
     def open(self, name: str, terms: SessionTerms, now: float) -> None:
         """Begin a session that fixes `terms` for its requests. Raises ApiError if it exists, and as `using`."""
         if name in self._sessions:
-            told = f"there is a session {name!r} already; open each session once, under a name of its own"
-            raise ApiError(409, told, code="session_exists")
+            reason = f"there is a session {name!r} already; open each session once, under a name of its own"
+            raise ApiError(409, reason, code="session_exists")
         if terms.replaces:
             for left in [each for each in self._sessions if each.startswith(terms.replaces)]:
                 self.end(left)

@@ -92,7 +92,7 @@ class ModelText:
         )
 
     async def tool_format(self) -> ToolFormat:
-        """Return the format in which the model writes tool calls. Raises ApiError if it cannot be told."""
+        """Return the format in which the model writes tool calls. Raises ApiError if it is not known."""
         if self._format is None:
             self._format = await self._run(self._find_format, field="tools")
         return self._format

@@ -73,12 +73,14 @@ def require_sandbox() -> None:
 def _version(bwrap: str) -> tuple[int, ...]:
     """Return the version of bubblewrap; raises SandboxError if it prints none."""
     try:
-        told = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=PROBE_S, check=True).stdout
+        printed = subprocess.run(
+            [bwrap, "--version"], capture_output=True, text=True, timeout=PROBE_S, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise SandboxError(f"{bwrap} --version failed: {error}; install its package again") from error
-    found = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", told)
+    found = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", printed)
     if found is None:
-        raise SandboxError(f"{bwrap} --version printed no version: {told[:80]!r}")
+        raise SandboxError(f"{bwrap} --version printed no version: {printed[:80]!r}")
     return tuple(int(part) for part in found.groups(default="0"))
 
 

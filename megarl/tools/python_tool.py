@@ -103,7 +103,7 @@ class PythonTool:
             result = await self._sandbox.run(self._program(code), timeout_s=min(timeout_s, self._limits.timeout_s))
         except (SandboxError, OSError) as error:  # of the latter kind: no descriptor or process is left
             return ToolAnswer(bounded(f"error: the program was not run: {error}", self._max_characters), error=True)
-        return ToolAnswer(bounded(told(result), self._max_characters), error=not result.ok)
+        return ToolAnswer(bounded(shown(result), self._max_characters), error=not result.ok)
 
     def _program(self, code: str) -> str:
         """Return the program that is run for the code that the model has given."""
@@ -115,8 +115,8 @@ class PythonTool:
         await asyncio.to_thread(self._sandbox.close)
 
 
-def told(result: RunResult) -> str:
-    """Return what the model is told of a run: its output, its errors, and how it ended if that was not by itself."""
+def shown(result: RunResult) -> str:
+    """Return what the model reads about a run: its output, its errors, and how it ended if that was not by itself."""
     parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n")]
     if result.limit is not None:
         parts.append(f"error: {_ENDED[result.limit]}")

@@ -218,7 +218,7 @@ def test_functions_of_another_form_are_refused(function: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "message"),
     [
         ("pppo", "'pppo' is neither cispo, dppo, gspo, ppo, sapo nor an import path package.module:function"),
         ("nowhere.at_all:f", "'nowhere.at_all:f' cannot be imported: ModuleNotFoundError"),
@@ -227,8 +227,8 @@ def test_functions_of_another_form_are_refused(function: Any) -> None:
         ("my loss:f", "nor an import path"),
     ],
 )
-def test_names_that_stand_for_nothing_are_refused(path: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_names_that_stand_for_nothing_are_refused(path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         LOSSES.find(path)
 
 

@@ -213,5 +213,5 @@ def test_splitting_a_sample_changes_no_advantage_and_no_count(
     assert {row.key.split(".")[0] for row in rows} == expected.keys()
     for row in rows:
         assert (row.reward, row.advantage, row.trained) == expected[row.key.split(".")[0]]
-    told = [(b.trained_groups, b.filtered_groups, b.failed_groups, b.masked_samples) for b in (whole, split)]
-    assert told[0] == told[1]
+    reported = [(b.trained_groups, b.filtered_groups, b.failed_groups, b.masked_samples) for b in (whole, split)]
+    assert reported[0] == reported[1]

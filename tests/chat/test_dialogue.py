@@ -126,7 +126,7 @@ def test_a_tool_of_an_earlier_dialogue_cannot_either(family: str) -> None:
         lambda messages: encoder.encode(Prompt(0, messages, "", {})),
     ):
         check_harmless(tokenizer, *(start([*before, tool_message(text)]) for text in (attack, "4")))
-    model = {"role": "assistant", "content": END_OF_TURN[family]}  # a turn of the model is told as it was
+    model = {"role": "assistant", "content": END_OF_TURN[family]}  # a turn of the model is given as it was
     assert dialogue.start([*ASKED, model, *ASKED]).count(end) > dialogue.start([*ASKED, *ASKED]).count(end)
 
 
@@ -137,7 +137,7 @@ def check_harmless(tokenizer: Any, inserted: list[int], plain: list[int]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "message"),
     [
         (
             CHATML.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else '' }}"),
@@ -149,9 +149,9 @@ def check_harmless(tokenizer: Any, inserted: list[int], plain: list[int]) -> Non
         (CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] }}"), "exactly once"),
     ],
 )
-def test_a_template_that_does_not_only_append_is_refused(template: str, told: str) -> None:
+def test_a_template_that_does_not_only_append_is_refused(template: str, message: str) -> None:
     dialogue = Dialogue(make_tokenizer(template), [2])
-    with pytest.raises(DialogueError, match=told):
+    with pytest.raises(DialogueError, match=message):
         dialogue.check()
 
 

@@ -1,4 +1,4 @@
-"""Tool calls written as a name and JSON: what a template writes is read back, and what cannot be read is told."""
+"""Tool calls written as a name and JSON: what a template writes is read back, and what cannot be read is reported."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_turn_is_read(form: NamedFormat, text: str, expected: ParsedTurn | Non
 
 
 @pytest.mark.parametrize(
-    ("form", "text", "told"),
+    ("form", "text", "reported"),
     [
         (FORM, f"<calls><call>{ADD}</call></calls>", "does not begin with the name of a tool and <sep>"),
         (FORM, "<calls><call>add<sep>print(4)</call></calls>", "its arguments are no JSON"),
@@ -80,9 +80,11 @@ def test_a_turn_is_read(form: NamedFormat, text: str, expected: ParsedTurn | Non
         (BARE, "[TOOL_CALLS]add[ARGS]print(4)", "its arguments are no JSON"),
     ],
 )
-def test_a_call_that_cannot_be_read_tells_why_and_the_next_one_is_read(form: NamedFormat, text: str, told: str) -> None:
+def test_a_call_that_cannot_be_read_tells_why_and_the_next_one_is_read(
+    form: NamedFormat, text: str, reported: str
+) -> None:
     [call] = form.parse(text).calls
-    assert isinstance(call, MalformedCall) and told in call.error and len(call.error) < 700
+    assert isinstance(call, MalformedCall) and reported in call.error and len(call.error) < 700
     if form is FORM and text.endswith(form.closing):
         more = form.parse(f"a {text.replace('</call></calls>', f'</call><call>add<sep>{ADD}</call></calls>')} b")
         assert more.content.split() == ["a", "b"]

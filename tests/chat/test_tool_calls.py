@@ -79,7 +79,7 @@ def test_an_object_that_names_a_tool_is_a_call_without_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "told"),
+    ("kind", "text", "message"),
     [
         (HERMES, hermes('{"name": "f", "arguments": {'), "it is no JSON"),
         (HERMES, hermes("[" * 100_000), "it is no JSON"),
@@ -104,10 +104,10 @@ def test_an_object_that_names_a_tool_is_a_call_without_arguments() -> None:
         (MISTRAL, "[TOOL_CALLS] 2+2", "it is no JSON"),
     ],
 )
-def test_a_malformed_call_tells_the_model_what_is_wrong(kind: ToolFormat, text: str, told: str) -> None:
+def test_a_malformed_call_tells_the_model_what_is_wrong(kind: ToolFormat, text: str, message: str) -> None:
     (call,) = kind.parse(text).calls
     assert isinstance(call, MalformedCall)
-    with pytest.raises(ValueError, match=f"^the tool call cannot be read: .*{told}"):
+    with pytest.raises(ValueError, match=f"^the tool call cannot be read: .*{message}"):
         raise ValueError(call.error)
     assert len(call.error) < 700  # whatever the model wrote
 
@@ -131,7 +131,7 @@ def test_certain_content_is_a_beginning_of_the_content_and_grows(kind: ToolForma
     assert seen
 
 
-def test_content_is_told_as_soon_as_no_call_can_begin_with_it() -> None:
+def test_content_is_reported_as_soon_as_no_call_can_begin_with_it() -> None:
     assert HERMES.certain_content("The answer <tool") == "The answer"
     assert HERMES.certain_content("The answer <tools") == "The answer <tools"
     assert LLAMA.certain_content("The") == "The" and LLAMA.certain_content('{"na') == ""

@@ -1,4 +1,4 @@
-"""Tool calls written as tags: what a template writes is read back as the same call, and what cannot be read is told."""
+"""Tool calls written as tags: what a template writes is read back as the same call; what is unreadable is reported."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_an_unknown_tool_has_texts_for_arguments_and_others_may_be_declared_at_o
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("<tool_call>\n</tool_call>", "it does not begin with the name of a tool"),
         ('<tool_call>\n{"name": "f"}\n</tool_call>', "it does not begin with the name of a tool"),
@@ -157,12 +157,12 @@ def test_an_unknown_tool_has_texts_for_arguments_and_others_may_be_declared_at_o
         (written(x="9223372036854775808"), "a number in it is too large"),
     ],
 )
-def test_a_call_that_cannot_be_read_tells_why_and_the_next_one_is_read(text: str, told: str) -> None:
+def test_a_call_that_cannot_be_read_tells_why_and_the_next_one_is_read(text: str, reported: str) -> None:
     schemas = [tool(x={"type": "integer"})]
     [call] = FORM.parse(text, schemas).calls
-    assert isinstance(call, MalformedCall) and told in call.error and len(call.error) < 700
+    assert isinstance(call, MalformedCall) and reported in call.error and len(call.error) < 700
     # A value without its end goes on to the next one's end: it might hold a call as its text.
-    if text.endswith("</tool_call>") and "has no </parameter>" not in told:
+    if text.endswith("</tool_call>") and "has no </parameter>" not in reported:
         more = FORM.parse(f"a {text}\n{written(x='2')} b", schemas)
         assert more.content.split() == ["a", "b"] and more.calls == (call, ToolCall("f", {"x": 2}))
 

@@ -80,7 +80,7 @@ def test_mistakes_end_with_one_message_naming_the_option(model, heldout, argumen
     assert error.startswith("megarl: ") and "Traceback" not in error
 
 
-def test_one_problem_is_told_once(model):
+def test_one_problem_is_reported_once(model):
     # data.path and evaluation.sets.0.path are both the same option.
     with pytest.raises(ConfigError) as caught:
         config = config_of("--model", str(model), "--data", "nowhere.jsonl")
@@ -90,7 +90,7 @@ def test_one_problem_is_told_once(model):
     assert len(caught.value.problems) == 1
 
 
-def test_bad_data_and_tokenizer_are_told_before_anything_starts(model, heldout, tmp_path, capsys):
+def test_bad_data_and_tokenizer_are_reported_before_anything_starts(model, heldout, tmp_path, capsys):
     broken = tmp_path / "broken.jsonl"
     broken.write_text(heldout.read_text() + "{not json\n")
     run_dir = tmp_path / "run"
@@ -119,8 +119,8 @@ def test_a_set_of_which_nothing_could_be_judged_ends_with_one_message(
     path = tmp_path / "report.json"
     arguments = ["eval", "--model", str(model), "--data", str(heldout), "--run-dir", str(tmp_path), "--json", str(path)]
     assert main(arguments) == code
-    told = "megarl: all 6 responses of set 'heldout' failed (0 generations, 6 rewards), so its figures mean nothing"
-    assert capsys.readouterr().err.count(told) == code
+    said = "megarl: all 6 responses of set 'heldout' failed (0 generations, 6 rewards), so its figures mean nothing"
+    assert capsys.readouterr().err.count(said) == code
     (written,) = json.loads(path.read_text())["sets"]
     assert (written["greedy"]["reward_errors"], written["sampled"]["reward_errors"]) == (2 * code, 4 * code)
 
@@ -130,13 +130,13 @@ def test_the_last_notices_of_a_start_that_fails_are_shown(model, heldout, tmp_pa
     (tmp_path / "logs").mkdir()
 
     def fail(*arguments, **options):
-        write_notice(tmp_path, "the pool is told why")
+        write_notice(tmp_path, "the pool hears why")
         raise RolloutError("the pool does not start")
 
     monkeypatch.setattr("megarl.cluster.pool.pool_process.launch_supervisor", fail)
     with pytest.raises(RolloutError):
         standalone._evaluate(config)
-    assert "megarl: the pool is told why\n" in capsys.readouterr().err
+    assert "megarl: the pool hears why\n" in capsys.readouterr().err
     assert not [each for each in threading.enumerate() if each.name == "watch-notices"]
 
 

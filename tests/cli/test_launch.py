@@ -91,7 +91,7 @@ def test_slurm_is_the_default_where_sbatch_is(
 HINT = "megarl: sbatch failed; for this machine: --scheduler local\n"
 
 
-def test_a_failing_sbatch_that_nobody_asked_for_is_told_with_the_way_to_run_here(
+def test_a_failing_sbatch_that_nobody_asked_for_is_reported_with_the_way_to_run_here(
     arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A machine may have the command and belong to no cluster."""
@@ -127,13 +127,13 @@ def test_a_dry_run_for_this_machine_checks_the_data_and_can_be_told_not_to(
     local = [*arguments, "--scheduler", "local", "--dry-run"]
     capsys.readouterr()
     assert main.main(local) == 0
-    told = capsys.readouterr()
-    assert told.out.startswith("#!") and "# resolved config" in told.err
+    message = capsys.readouterr()
+    assert message.out.startswith("#!") and "# resolved config" in message.err
     (tmp_path / "prompts.jsonl").write_text("no\n")
     assert main.main(local) == 2
     assert "prompts.jsonl:1:1: not JSON" in capsys.readouterr().err
     assert main.main([*local, "--no-files"]) == 0
-    assert capsys.readouterr().out == told.out
+    assert capsys.readouterr().out == message.out
 
 
 SUBMITTED = "Submitted batch job 7\n"
@@ -148,7 +148,7 @@ def slurm(arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("row", "function", "told"),
+    ("row", "function", "message"),
     [
         ("no", "math", "prompts.jsonl:1:1: not JSON"),
         (
@@ -164,14 +164,14 @@ def slurm(arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str
     ],
 )
 def test_no_job_is_submitted_with_data_or_a_reward_that_cannot_be_used(
-    slurm: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], row: str, function: str, told: str
+    slurm: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], row: str, function: str, message: str
 ) -> None:
     (tmp_path / "prompts.jsonl").write_text(f"{row}\n")
     own = [] if function == "math" else [f"reward.function=tests.support.rewards.reward_functions:{function}"]
     for more in ([], ["--dry-run"]):
         assert main.main([*slurm, *own, *more]) == 2
         refused = capfd.readouterr()
-        assert told in refused.err and refused.out == ""
+        assert message in refused.err and refused.out == ""
         assert ("--no-files of `megarl plan` and `megarl launch`, if only" in refused.err) == bool(own)
     assert not (tmp_path / "run").exists()
     assert main.main([*slurm, *own, "--no-files"]) == 0
@@ -184,15 +184,15 @@ def test_a_job_is_submitted_with_data_that_are_here_and_the_dry_run_says_what_it
     assert main.main(slurm) == 0
     assert capfd.readouterr() == (SUBMITTED, "")
     assert main.main([*slurm, "--dry-run"]) == 0
-    told = " ".join(capfd.readouterr().err.split())
-    assert "not here" not in told
+    message = " ".join(capfd.readouterr().err.split())
+    assert "not here" not in message
     left = "tokenizer and chat template, lengths of the prompts, weights, the checkpoint to resume from"
-    assert told.endswith(f"note: left to the start where the run will be: {left}")
+    assert message.endswith(f"note: left to the start where the run will be: {left}")
     (tmp_path / "prompts.jsonl").rename(tmp_path / "elsewhere")
     assert main.main([*slurm, "--dry-run"]) == 0
-    told = " ".join(capfd.readouterr().err.split())
-    assert f"needed where the run starts: data.path ({tmp_path / 'prompts.jsonl'})" in told
-    assert "reward.function: imported and not called, because data.path is not here" in told
+    message = " ".join(capfd.readouterr().err.split())
+    assert f"needed where the run starts: data.path ({tmp_path / 'prompts.jsonl'})" in message
+    assert "reward.function: imported and not called, because data.path is not here" in message
 
 
 def test_a_reward_that_may_fail_is_a_warning_and_the_job_is_submitted(

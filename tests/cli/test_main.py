@@ -42,10 +42,10 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("given", [[], ["convert"]])
 def test_without_a_command_the_help_is_printed(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(given) == 2
-    told = capsys.readouterr()
+    reported = capsys.readouterr()
     program = " ".join(["megarl", *given])
-    assert told.err.startswith(f"usage: {program} [-h]") and "error" not in told.err and told.out == ""
-    assert all(f"\n    {name} " in told.err for name in (("import", "verify") if given else ("train", "doctor")))
+    assert reported.err.startswith(f"usage: {program} [-h]") and "error" not in reported.err and reported.out == ""
+    assert all(f"\n    {name} " in reported.err for name in (("import", "verify") if given else ("train", "doctor")))
 
 
 def test_the_readmes_commands_are_parsed() -> None:

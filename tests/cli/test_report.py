@@ -146,7 +146,7 @@ def test_samples_are_folded_and_stand_after_the_faults(tmp_path: Path) -> None:
     assert page.index('id="faults"') < page.index('id="samples"')
 
 
-def test_how_a_run_ended_is_told(tmp_path: Path) -> None:
+def test_how_a_run_ended_is_reported(tmp_path: Path) -> None:
     record = {"status": "failed", "step": 40, "reason": "the disk <is> full"}
     for content, status in ((json.dumps(record), "failed"), ('{"status": "fin', "unknown")):
         run = small_run(tmp_path / status)

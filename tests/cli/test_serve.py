@@ -55,7 +55,7 @@ def test_the_dry_run_starts_nothing(model: Path, tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "x").exists()
 
 
-def test_mistakes_are_told_before_anything_starts(
+def test_mistakes_are_reported_before_anything_starts(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     token = tmp_path / "token"
@@ -68,9 +68,9 @@ def test_mistakes_are_told_before_anything_starts(
         "gateway.host": ["--model", str(model), "--host", "0.0.0.0"],
         "gateway.prot": ["--model", str(model), "gateway.prot=1"],
     }
-    for told, arguments in wrong.items():
+    for reported, arguments in wrong.items():
         assert main(["serve", *arguments, "--run-dir", str(tmp_path / "x")]) == 2
-        assert told in capsys.readouterr().err
+        assert reported in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 

@@ -103,9 +103,9 @@ def test_a_path_on_the_command_line_that_is_not_there_is_a_mistake(
     }.items():
         with pytest.raises(SystemExit, match="2"):
             main.main(["train", *given, override, "--dry-run"])
-        told = capsys.readouterr()
+        reported = capsys.readouterr()
         fix = "correct it, or plan without files: megarl plan --no-files"
-        assert told.err == f"megarl: {key}: {absent}; {fix}\n" and told.out == ""
+        assert reported.err == f"megarl: {key}: {absent}; {fix}\n" and reported.out == ""
     assert main.main(["plan", *given, f"model.path={tmp_path / 'nope'}"]) == 2
     capsys.readouterr()
     assert main.main(["plan", *given, f"model.path={tmp_path / 'nope'}", "--no-files"]) == 0
@@ -119,8 +119,8 @@ def test_a_recipe_is_planned_from_any_directory(
     """Its model's shape lies in the checkout of the config file."""
     monkeypatch.chdir(tmp_path)
     assert main.main(["train", "--config", str(recipe), "run.steps=777", "--dry-run"]) == 0
-    told = capsys.readouterr()
-    assert "steps: 777" in told.out and "planned by model.shape; not here" in told.out and told.err == ""
+    reported = capsys.readouterr()
+    assert "steps: 777" in reported.out and "planned by model.shape; not here" in reported.out and reported.err == ""
 
 
 def test_a_run_that_has_finished_is_not_started_again(
@@ -136,9 +136,11 @@ def test_a_run_that_has_finished_is_not_started_again(
     for start in (["train", *given], ["launch", "--scheduler", "local", *given]):
         capsys.readouterr()
         assert main.main(start) == 0
-        told = capsys.readouterr().err
-        assert told.startswith(f"megarl: already finished: 4 of 4 steps in {run_dir}; nothing was started or moved.")
-        assert "raise run.steps" in told and "checkpoint.resume=never" in told
+        reported = capsys.readouterr().err
+        assert reported.startswith(
+            f"megarl: already finished: 4 of 4 steps in {run_dir}; nothing was started or moved."
+        )
+        assert "raise run.steps" in reported and "checkpoint.resume=never" in reported
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     assert main.main(["train", *given]) == 0 and capsys.readouterr().err == "", "a rank of a bare torchrun"
@@ -173,13 +175,13 @@ def test_the_converter_calls_itself_as_it_was_started(
             status: int | str | None = (main.main if command else command_line.main)([*command, *arguments])
         except SystemExit as ended:
             status = ended.code
-        told = capsys.readouterr()
-        return status, " ".join((told.out + told.err).split())
+        reported = capsys.readouterr()
+        return status, " ".join((reported.out + reported.err).split())
 
-    status, told = run("--help")
-    assert status == 0 and told.startswith(f"usage: {start} [-h]")
+    status, reported = run("--help")
+    assert status == 0 and reported.startswith(f"usage: {start} [-h]")
     assert run("inspect", "--help")[1].endswith(f"example: {start} inspect Qwen3-8B-megatron")
-    status, told = run("inspect", str(tmp_path / "gone"))
-    assert status == 1 and told.startswith(f"{start}: {tmp_path / 'gone'}")
-    status, told = run("import")
-    assert status == 2 and f"{start} import: error: " in told
+    status, reported = run("inspect", str(tmp_path / "gone"))
+    assert status == 1 and reported.startswith(f"{start}: {tmp_path / 'gone'}")
+    status, reported = run("import")
+    assert status == 2 and f"{start} import: error: " in reported

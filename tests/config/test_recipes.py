@@ -149,6 +149,6 @@ def test_a_recipe_planned_outside_the_checkout_says_where_its_shape_was_looked_f
 ) -> None:
     """All relative paths start at the current directory, those of a recipe too."""
     monkeypatch.chdir(tmp_path)
-    told = rf"^model\.shape: examples/.*config\.json not found: .* \(current directory: {tmp_path}; relative paths"
-    with pytest.raises(ConfigError, match=told):
+    message = rf"^model\.shape: examples/.*config\.json not found: .* \(current directory: {tmp_path}; relative paths"
+    with pytest.raises(ConfigError, match=message):
         check(config_of(recipe("qwen3_8b_gsm8k_8")), device="cuda", files=False)

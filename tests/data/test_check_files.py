@@ -34,7 +34,7 @@ def test_sound_files_are_no_problem(tmp_path: Path) -> None:
     assert findings(config("model", write_problems(tmp_path / "good.jsonl", 8))).problems == []
 
 
-def test_all_bad_rows_of_all_sets_are_told(tmp_path: Path) -> None:
+def test_all_bad_rows_of_all_sets_are_reported(tmp_path: Path) -> None:
     good, bad = write_problems(tmp_path / "good.jsonl", 8), tmp_path / "bad.jsonl"
     bad.write_text(good.read_text() + BAD)
     empty = tmp_path / "empty.jsonl"
@@ -61,7 +61,7 @@ def test_with_a_changed_field_the_message_is_about_that_field(tmp_path: Path) ->
 
 
 def with_mistakes(path: Path, count: int) -> list[str]:
-    """Write a good row and `count` rows of two kinds of mistakes in turn; return the latter as they are told."""
+    """Write a good row and `count` rows of two kinds of mistakes in turn; return the latter as they are reported."""
     good = '{"problem": "a", "answer": "1"}\n'
     path.write_text(good + "".join(f'{{"problem": {n}, "answer": "1"}}\n[1}}\n' for n in range(count // 2)))
     return [
@@ -74,7 +74,7 @@ def with_mistakes(path: Path, count: int) -> list[str]:
     ]
 
 
-def test_of_each_kind_of_mistake_the_first_rows_are_told_and_all_are_counted(tmp_path: Path) -> None:
+def test_of_each_kind_of_mistake_the_first_rows_are_reported_and_all_are_counted(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     with_mistakes(bad, 60)
     problems = findings(config("model", bad)).problems
@@ -86,14 +86,16 @@ def test_of_each_kind_of_mistake_the_first_rows_are_told_and_all_are_counted(tmp
     assert syntax == ["data: 30 rows: not JSON: Expecting ',' delimiter", *places, left]
 
 
-def test_every_mistake_of_the_whole_file_is_told_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_mistake_of_the_whole_file_is_reported_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bad = tmp_path / "bad.jsonl"
     expected = with_mistakes(bad, 60)
     monkeypatch.setattr(check_files, "MOST_ROWS", 1)
     assert findings(config("model", bad)).problems == []
-    told: list[str] = []
-    problems = findings(config("model", bad), lambda mistake: told.append(str(mistake))).problems
-    assert told == expected
+    reported: list[str] = []
+    problems = findings(config("model", bad), lambda mistake: reported.append(str(mistake))).problems
+    assert reported == expected
     assert [problem.split("\n      ")[-1] for problem in problems] == ["and 20 more"] * 2
 
 
@@ -124,19 +126,19 @@ def test_rows_that_no_evaluation_uses_are_not_missed(tmp_path: Path, monkeypatch
 
 
 def test_the_memory_does_not_grow_with_the_mistakes(tmp_path: Path) -> None:
-    bad, peaks, told = tmp_path / "bad.jsonl", [], []
+    bad, peaks, reported = tmp_path / "bad.jsonl", [], []
     for count in (2_000, 20_000):
         with_mistakes(bad, count)
-        told.append(0)
+        reported.append(0)
 
         def tell(_: object) -> None:
-            told[-1] += 1
+            reported[-1] += 1
 
         tracemalloc.start()
         assert findings(config("model", bad), tell).problems
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert told == [2_000, 20_000]
+    assert reported == [2_000, 20_000]
     # The index of a file has 8 bytes for each of its rows; with a list of the mistakes it would be 100 at least.
     assert peaks[1] - peaks[0] < 18_000 * 20
 
@@ -166,12 +168,12 @@ def test_a_command_tells_them_before_anything_starts(
     path.write_text(json.dumps(tree(model, data, run__dir=str(tmp_path / "run"))))
     capsys.readouterr()  # what making the model has shown
     assert main.main([command, "--config", str(path)]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("megarl: 3 problems\n  - data: ") and "bad.jsonl:11:27: not JSON" in told
+    reported = capsys.readouterr().err
+    assert reported.startswith("megarl: 3 problems\n  - data: ") and "bad.jsonl:11:27: not JSON" in reported
     assert not (tmp_path / "run").exists()
     assert main.main([command, "--config", str(path), "--all-mistakes"]) == 2
     printed = capsys.readouterr()
-    assert printed.err == told
+    assert printed.err == reported
     assert [line.partition(": ")[0] for line in printed.out.splitlines()] == [f"{data}:{n}" for n in (9, "11:27", 13)]
 
 

@@ -83,7 +83,7 @@ def test_a_server_that_has_died_loses_its_runs_and_another_one_is_started(tmp_pa
         assert second["pid"] != first["pid"] == first["pid"]
         assert await asyncio.to_thread(gone, first["child"]), "what it had started is killed"
         os.kill(second["pid"], 9)
-        # The process is gone before this event loop is told of it; a run that is sent in between is lost with it.
+        # The process is gone before this event loop notices; a run that is sent in between is lost with it.
         while server.pid is not None:
             await asyncio.sleep(0.01)
         third = await info(server)

@@ -455,15 +455,15 @@ async def test_a_gateway_that_stays_away_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "changes", "told"),
+    ("act", "changes", "reported"),
     [
         ("no_coroutine", {}, "must be an `async def act"),
         ("absent", {}, "cannot be imported: AttributeError"),
         ("two_turns", {"kwargs": {"kept": 1}}, "cannot be called with .base_url, token, session, row."),
     ],
 )
-def test_functions_that_cannot_act_are_refused_at_the_start(act: str, changes: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_functions_that_cannot_act_are_refused_at_the_start(act: str, changes: Any, reported: str) -> None:
+    with pytest.raises(ValueError, match=reported):
         harness_of(act, **changes)
 
 

@@ -34,15 +34,15 @@ def test_the_reward_is_the_weighted_one_of_the_trace_and_the_mean_of_several() -
 
 
 @pytest.mark.parametrize(
-    ("traces", "told"),
+    ("traces", "message"),
     [
         ([], "has made no trace"),
         ([trace(1.0, ok=False)], "it did not complete"),
         ([TraceSoFar({"ok": False}, errors=[{"type": "ToolError", "message": "no"}])], "ToolError: no"),
     ],
 )
-def test_traces_that_have_failed_fail_the_sample(traces: list[TraceSoFar], told: str) -> None:
-    with pytest.raises(SampleFailed, match=told):
+def test_traces_that_have_failed_fail_the_sample(traces: list[TraceSoFar], message: str) -> None:
+    with pytest.raises(SampleFailed, match=message):
         reward_of(traces)
 
 
@@ -96,7 +96,7 @@ def test_what_the_client_of_verifiers_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "told"),
+    ("kwargs", "message"),
     [
         ({"python": "no/python"}, r"agent.kwargs.python: there is no no/python; run make setup-environments"),
         ({"paths": ["no/folder"]}, r"agent.kwargs.paths: there is no directory no/folder"),
@@ -114,6 +114,6 @@ def test_what_the_client_of_verifiers_is_told(tmp_path: Path) -> None:
         ({"renderer_config": {"name": "qwen3"}}, r"agent.kwargs.renderer: client: eval makes no tokens"),
     ],
 )
-def test_arguments_that_cannot_be_right_are_refused_at_the_start(kwargs: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_arguments_that_cannot_be_right_are_refused_at_the_start(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         find_loop(AgentConfig(loop=LOOP, kwargs={"taskset": "mine", "python": sys.executable, **kwargs}))

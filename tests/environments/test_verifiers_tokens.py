@@ -91,7 +91,7 @@ def test_a_call_of_a_tool_continues_the_sampled_tokens(gateways: Any, chat_model
 
 
 @pytest.mark.parametrize("config", [{"name": "default"}, {"name": "qwen3"}])
-def test_a_turn_that_is_tokenized_again_is_told_once(
+def test_a_turn_that_is_tokenized_again_is_reported_once(
     gateways: Any, chat_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, config: Any
 ) -> None:
     """The default renderer does it always, and that of Qwen3 at a new question, to drop the reasoning before it."""
@@ -100,5 +100,5 @@ def test_a_turn_that_is_tokenized_again_is_told_once(
     samples, _ = play(gateways, chat_model, tmp_path, "asked_twice", TWICE, lambda prompt: ids, **options)
     for rows in samples:
         assert [(row.status, row.response_ids) for row in rows] == [("ok", [*ids, END])] * 2
-    [told] = [record.getMessage() for record in caplog.records if "renderer_config" in record.message]
-    assert told.startswith("sample 3:") and " became 2 rows: " in told
+    [reported] = [record.getMessage() for record in caplog.records if "renderer_config" in record.message]
+    assert reported.startswith("sample 3:") and " became 2 rows: " in reported

@@ -64,8 +64,8 @@ def test_failures_reach_metrics_line_and_message(broken: str, errors: int):
     assert (metrics["eval/dev/reward_errors"], metrics["eval/dev/failed_generations"]) == (errors, 0)
     first = f", {errors} of 6 rewards failed; the first: exception: no key 'x'" if errors else ""
     line = render_line("after", report)
-    told = "all 6 responses of set 'dev' failed (0 generations, 6 rewards), so its figures mean nothing; "
-    assert report.nothing_judged == (f"{told}the first: exception: no key 'x'" if broken == "all" else None)
+    message = "all 6 responses of set 'dev' failed (0 generations, 6 rewards), so its figures mean nothing; "
+    assert report.nothing_judged == (f"{message}the first: exception: no key 'x'" if broken == "all" else None)
     # An accuracy of 0.0% would look like a judgement.
     if broken == "all":
         assert line == f"eval dev (after): {report.nothing_judged}"

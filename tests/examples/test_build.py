@@ -54,7 +54,7 @@ def test_another_seed_gives_other_bytes(assets: Path, tmp_path: Path) -> None:
         assert first[name] != other[name], name
 
 
-def test_complete_directory_is_left_alone_and_a_damaged_one_made_anew(assets: Path, tmp_path: Path) -> None:
+def test_complete_directory_is_left_alone_and_a_damaged_one_made_again(assets: Path, tmp_path: Path) -> None:
     """The same seed gives the same bytes."""
     out = tmp_path / "assets"
     shutil.copytree(assets, out)

@@ -148,9 +148,9 @@ def test_the_last_choice_of_a_stream_tells_the_turns_of_all(gateways: Gateways, 
     create = client(gateways(saying(chat_model, "one", "two")), session="s").chat.completions.create
     asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "n": 2, "stream": True}
     chunks: list[Any] = list(create(stream_options={"include_usage": True}, **asked))
-    told = [(len(each.choices), each.session) for each in chunks if "session" in each.model_extra]
+    reported = [(len(each.choices), each.session) for each in chunks if "session" in each.model_extra]
     turns = {"id": "s", "turns": [0, 1], "parent": None}
-    assert told == [(1, turns), (0, turns)] and [len(each.choices) for each in chunks[-2:]] == [1, 0]
+    assert reported == [(1, turns), (0, turns)] and [len(each.choices) for each in chunks[-2:]] == [1, 0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -167,7 +167,7 @@ def test_a_stop_string_ends_the_response_and_the_work_on_it(gateways: Gateways, 
         content, finish = choice.message.content, choice.finish_reason
     assert (content, finish) == ("abc ", "stop")
     replica = gateway.call(lambda parts: parts.replicas[0])
-    wait_until(lambda: len(replica.stopped) == 1, 60, "the replica to be told to stop")
+    wait_until(lambda: len(replica.stopped) == 1, 60, "the replica to be asked to stop")
     [turn] = httpx.get(f"{gateway.url}/v1/sessions/s", headers=HEADERS, timeout=60).json()["turns"]
     assert turn["response_ids"] == ids_of(chat_model, "abc END") and len(turn["logprobs"]) == 7
 
@@ -188,16 +188,16 @@ def test_a_tool_call_and_its_answer_continue_the_exact_tokens(
         deltas = [each.choices[0].delta for each in chunks]
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
         assert not any("session" in each.model_extra for each in chunks[:-1])
-        told = chunks[-1].session
+        reported = chunks[-1].session
         content = "".join(delta.content or "" for delta in deltas)
         [call] = [call for delta in deltas for call in delta.tool_calls or []]
         reply: Any = {"role": "assistant", "content": content, "tool_calls": [call.model_dump(exclude={"index"})]}
     else:
         whole: Any = create(model=MODEL, messages=messages, tools=[TOOL])  # type: ignore[list-item]
-        [choice], told = whole.choices, whole.session
+        [choice], reported = whole.choices, whole.session
         assert choice.finish_reason == "tool_calls"
         reply = choice.message.model_dump(exclude_none=True)
-    assert told == {"id": "tools", "turns": [0], "parent": None} and reply["content"] == "Let me see."
+    assert reported == {"id": "tools", "turns": [0], "parent": None} and reply["content"] == "Let me see."
     [call] = reply["tool_calls"]
     assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": 1}
     answer = {"role": "tool", "content": "2", "tool_call_id": call["id"]}
@@ -417,7 +417,7 @@ def test_a_client_that_goes_away_frees_the_engine(gateways: Gateways) -> None:
             f"{gateway.url}/inference/v1/generate", json={"token_ids": [5]}, headers=HEADERS,
             timeout=httpx.Timeout(60.0, read=2.0),
         )  # fmt: skip
-    wait_until(lambda: gateway.call(lambda parts: len(parts.replicas[0].stopped)) == 1, 60, "the engine to be told")
+    wait_until(lambda: gateway.call(lambda parts: len(parts.replicas[0].stopped)) == 1, 60, "the engine to be asked")
     assert gateway.call(lambda parts: parts.replicas[0].working) == 0
     assert gateway.call(lambda parts: parts.pool.open_requests) == 0
 
@@ -446,7 +446,7 @@ def test_a_client_that_leaves_a_stream_frees_the_engine(gateways: Gateways) -> N
         for line in answer.iter_lines():
             if '"content":"' in line and '"content":""' not in line:
                 break
-    wait_until(lambda: gateway.call(lambda parts: len(parts.replicas[0].stopped)) == 1, 60, "the engine to be told")
+    wait_until(lambda: gateway.call(lambda parts: len(parts.replicas[0].stopped)) == 1, 60, "the engine to be asked")
     assert gateway.call(lambda parts: parts.pool.open_requests) == 0
 
 

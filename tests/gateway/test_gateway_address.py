@@ -62,10 +62,10 @@ def test_the_gateway_listens_at_one_address_only(
     monkeypatch.delenv(NODE_ADDRESS_VARIABLE, raising=False)
     if node is not None:
         monkeypatch.setenv(NODE_ADDRESS_VARIABLE, node)
-    told, listener = opened(host=host)
+    reported, listener = opened(host=host)
     with listener:
         port = listener.getsockname()[1]
-        assert told == bound and answers(bound, port)
+        assert reported == bound and answers(bound, port)
         assert not answers(OTHER, port)
 
 

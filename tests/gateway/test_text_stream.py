@@ -58,5 +58,5 @@ def test_the_arguments_of_a_tagged_call_have_the_types_that_the_request_declares
     [call] = read_turn(text, XmlFormat(), tools, "r").calls
     assert call["function"] == {"name": "f", "arguments": '{"x": 4, "y": "4"}'}
     wrong = text.replace("4", "four")
-    told = read_turn(wrong, XmlFormat(), tools, "r")
-    assert (told.content, told.calls, list(told.requested[0])) == (wrong, (), ["error"])
+    reported = read_turn(wrong, XmlFormat(), tools, "r")
+    assert (reported.content, reported.calls, list(reported.requested[0])) == (wrong, (), ["error"])

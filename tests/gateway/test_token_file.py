@@ -35,7 +35,7 @@ def test_the_files_are_for_the_user_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "mode", "told"),
+    ("content", "mode", "message"),
     [
         ("x" * 32, 0o644, "mode 0600"),
         ("x" * 32, 0o660, "mode 0600"),
@@ -44,9 +44,9 @@ def test_the_files_are_for_the_user_only(tmp_path: Path) -> None:
         ("é" * 32, 0o600, "ASCII"),
     ],
 )
-def test_a_token_file_that_protects_nothing_is_refused(tmp_path: Path, content: str, mode: int, told: str) -> None:
+def test_a_token_file_that_protects_nothing_is_refused(tmp_path: Path, content: str, mode: int, message: str) -> None:
     file = tmp_path / "token"
     file.write_text(content)
     file.chmod(mode)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         read_token(file)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 RAY_NOTICES_S = 300
-MARGIN_S = 10  # for what is told to be seen, on a busy machine
+MARGIN_S = 10  # for a message to be seen, on a busy machine
 BOUND_S = 60  # timeouts.rpc_s
 SHUTDOWN_S = 20
 LAUNCHER_WAITS_S = 90  # launch/multinode.sh, for the agents of a job that has failed
@@ -32,7 +32,7 @@ NAMED = re.compile(
 )
 
 
-def test_a_network_that_is_cut_for_30_s_costs_time_and_for_ever_is_named(two_hosts: Hosts, tmp_path: Path) -> None:
+def test_a_network_that_is_cut_for_30_s_costs_time_and_forever_is_named(two_hosts: Hosts, tmp_path: Path) -> None:
     """The cable of the rollout host is pulled twice while the run trains; the trainer restarts for neither."""
     config = write_job(
         tmp_path, steps=100_000, timeouts={"rpc_s": BOUND_S, "shutdown_s": SHUTDOWN_S},

@@ -57,6 +57,6 @@ def test_doctor_under_torchrun_on_two_hosts(two_hosts: Hosts, tmp_path: Path) ->
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], outputs
-    report = json.loads("".join(told for told, _ in outputs))
+    report = json.loads("".join(reported for reported, _ in outputs))
     assert sorted(report["nodes"]) == ["host1", "host2"] and report["can_start"], report
     assert report["paths"][0]["path"] == "gloo on eth0"

@@ -28,7 +28,7 @@ def resumed_steps(log: Path, run_dir: Path) -> list[int]:
 def test_a_job_whose_node_fails_is_queued_again_and_resumes_while_another_one_is_left_alone(
     slurm: Slurm, tmp_path: Path
 ) -> None:
-    """SLURM is told that a node has failed: it ends what is left of the job on the others, and queues it again.
+    """SLURM hears that a node has failed: it ends what is left of the job on the others, and queues it again.
 
     The other job, on two nodes of its own, has begun meanwhile and runs to its end.
     """

@@ -28,7 +28,7 @@ def test_a_wrong_answer_costs_less_after_calls(response: str, rounds: int, score
     assert scored(response, rounds) == pytest.approx(score)
 
 
-def test_its_components_are_told() -> None:
+def test_its_components_are_reported() -> None:
     turns = (CALL, ANSWER, Turn("assistant", "\\boxed{4}"))
     found = reward(RewardInput("2+2?", "\\boxed{4}", answer="4", turns=turns))
     assert found.components == {"correct": 1.0, "parsed": 1.0, "boxed": 1.0, "rounds": 1.0} and found.answer == "4"

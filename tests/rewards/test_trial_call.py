@@ -51,10 +51,10 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[TrialPr
     [scored] = [each for each in found if isinstance(each, TrialScore)]
     assert (scored.function, scored.result.score) == ("judges:sound", 1.0)
     keys = {f"data.sets.{index}.reward.function": name for index, name in enumerate(names)}
-    told: dict[str, list[TrialProblem]] = {name: [] for name in (*names, "reward.function")}
+    message: dict[str, list[TrialProblem]] = {name: [] for name in (*names, "reward.function")}
     for each in (each for each in found if isinstance(each, TrialProblem)):
-        told[keys.get(key := each.text.partition(":")[0], key)].append(each)
-    return told
+        message[keys.get(key := each.text.partition(":")[0], key)].append(each)
+    return message
 
 
 def test_a_sound_function_and_one_that_is_not_called_have_no_problem(
@@ -64,7 +64,7 @@ def test_a_sound_function_and_one_that_is_not_called_have_no_problem(
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("judges:of_a_dict", "ValueError: a reward must be a number or a RewardResult, not {'score': 1.0}"),
         ("judges:looks_up", "KeyError: '3' (judges.py:13)"),
@@ -72,11 +72,11 @@ def test_a_sound_function_and_one_that_is_not_called_have_no_problem(
         ("judges:ends", "the process ended: exit code 7"),
     ],
 )
-def test_a_call_that_fails_is_told_with_its_cause(
-    problems: dict[str, list[TrialProblem]], name: str, told: str
+def test_a_call_that_fails_is_reported_with_its_cause(
+    problems: dict[str, list[TrialProblem]], name: str, message: str
 ) -> None:
     [problem] = problems[name]
-    assert problem.called and f"a trial call of {name!r} failed, with the first row: {told}" in problem.text
+    assert problem.called and f"a trial call of {name!r} failed, with the first row: {message}" in problem.text
 
 
 def test_of_a_traceback_the_users_lines_are_shown(problems: dict[str, list[TrialProblem]]) -> None:
@@ -86,7 +86,7 @@ def test_of_a_traceback_the_users_lines_are_shown(problems: dict[str, list[Trial
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("judges:of_three", "needs (one, two, three)"),
         ("judges:absent", "module 'judges' has no attribute 'absent'"),
@@ -94,8 +94,8 @@ def test_of_a_traceback_the_users_lines_are_shown(problems: dict[str, list[Trial
     ],
 )
 def test_a_function_that_cannot_be_called_is_told_apart(
-    problems: dict[str, list[TrialProblem]], name: str, told: str
+    problems: dict[str, list[TrialProblem]], name: str, message: str
 ) -> None:
     [problem] = problems[name]
-    assert not problem.called and told in problem.text
+    assert not problem.called and message in problem.text
     assert "typo.py:3)" in problem.text or not name.startswith("typo")

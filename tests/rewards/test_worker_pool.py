@@ -177,7 +177,7 @@ class EndsWhenSent:
     close = kill
 
 
-def test_a_process_that_ends_whenever_it_is_sent_samples_is_not_replaced_for_ever(
+def test_a_process_that_ends_whenever_it_is_sent_samples_is_not_replaced_forever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("megarl.rewards.worker_pool.RewardProcess", EndsWhenSent)

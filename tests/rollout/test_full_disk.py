@@ -98,5 +98,5 @@ async def test_an_evaluation_ends_and_the_user_is_warned_of_its_responses(
     await controller.shutdown()
     assert not path.exists() and list(tmp_path.glob(".eval_*")) == []
     assert (tmp_path / "eval_after.jsonl").read_text().splitlines()
-    [told] = notices(tmp_path)
-    assert f"{path} could not be written" in told and "No space left" in told
+    [reported] = notices(tmp_path)
+    assert f"{path} could not be written" in reported and "No space left" in reported

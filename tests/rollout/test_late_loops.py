@@ -94,7 +94,7 @@ def test_a_group_ends_before_a_trainer_that_waits_for_it_gives_up(bound: float, 
 
 @pytest.mark.parametrize("policy", ["cut", "fail"])
 @pytest.mark.parametrize("samples", [(1,), (0, 1)], ids=str)
-def test_a_loop_that_waits_for_ever_holds_the_trainer_to_its_group_s_deadline_only(
+def test_a_loop_that_waits_forever_holds_the_trainer_to_its_group_s_deadline_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, samples: tuple[int, ...]
 ) -> None:
     """The second step is the last that may train the group, so it waits for it. Its finished sample fails with it."""
@@ -123,7 +123,7 @@ def test_a_loop_that_waits_for_ever_holds_the_trainer_to_its_group_s_deadline_on
 
 
 @pytest.mark.parametrize("policy", ["cut", "fail"])
-async def test_a_loop_that_waits_for_ever_in_a_worker_fails_its_group_at_the_deadline(policy: str) -> None:
+async def test_a_loop_that_waits_forever_in_a_worker_fails_its_group_at_the_deadline(policy: str) -> None:
     config, loop = config_with(policy, agent_workers=1), Waits(1)
     runner = runner_of(config, loop, RequestCoalescer(fleet_of({0: FakeReplica(4)})))
     crew = Crew(config, runner)

@@ -41,7 +41,7 @@ def test_a_tool_agent_needs_a_template_that_shows_tools_and_only_appends(model: 
     assert problem.startswith("data: ") and "set agent.tool_format: hermes" in problem
 
 
-def test_every_tool_that_cannot_be_made_is_told_once_with_the_template_that_fails_the_others(
+def test_every_tool_that_cannot_be_made_is_reported_once_with_the_template_that_fails_the_others(
     model: Path, data: Path
 ) -> None:
     wrong, unused = (
@@ -55,14 +55,14 @@ def test_every_tool_that_cannot_be_made_is_told_once_with_the_template_that_fail
     agent = {"loop": LOOP, "kwargs": {"tool": "digits", "tokens": 3}, "tool_format": "hermes"}
     (model / "chat_template.jinja").write_text(NO_TOOLS)
     base = tree(model, data, reward__function=SHARE, reward__trial_call=False)
-    told = problems_of(config_from_tree({**base, "data": {"sets": sets}, "agent": agent, "tools": [unused]}))
-    assert [each.partition(":")[0] for each in told] == [
+    reported = problems_of(config_from_tree({**base, "data": {"sets": sets}, "agent": agent, "tools": [unused]}))
+    assert [each.partition(":")[0] for each in reported] == [
         "data.sets.0", "agent.loop", "data.sets.0.tools.0", "data.sets.1.tools.1"
     ]  # fmt: skip
-    assert "does not show tools" in told[0]
-    assert "cannot be made with agent.kwargs: " in told[1] and "'tokens'" in told[1]
-    assert "calculator:Calculator' cannot be made: " in told[2] and "'x'" in told[2]
-    assert f"{DIGITS!r} cannot be made: its class failed with TypeError: " in told[3]
+    assert "does not show tools" in reported[0]
+    assert "cannot be made with agent.kwargs: " in reported[1] and "'tokens'" in reported[1]
+    assert "calculator:Calculator' cannot be made: " in reported[2] and "'x'" in reported[2]
+    assert f"{DIGITS!r} cannot be made: its class failed with TypeError: " in reported[3]
 
 
 def test_what_an_agent_of_ones_own_names_is_imported(sound: Path, data: Path) -> None:

@@ -49,9 +49,12 @@ def test_a_dry_run_refuses_prompts_that_are_too_long(
     capsys.readouterr()
     with pytest.raises(SystemExit, match="2"):
         main.main([*command, "data.max_prompt_tokens=3"])
-    told = capsys.readouterr()
-    assert f"megarl: data: {data}:1 has " in told.err and "more than data.max_prompt_tokens = 3; raise it" in told.err
-    assert told.out == ""
+    message = capsys.readouterr()
+    assert (
+        f"megarl: data: {data}:1 has " in message.err
+        and "more than data.max_prompt_tokens = 3; raise it" in message.err
+    )
+    assert message.out == ""
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,7 @@ def test_a_training_set_is_refused_as_the_run_refuses_it(
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (
             {"sampling__max_tokens": 480, "trainer__micro_batch_tokens": "auto"},
@@ -83,22 +86,22 @@ def test_a_training_set_is_refused_as_the_run_refuses_it(
     ],
 )
 def test_the_fix_for_a_prompt_that_is_too_long_is_possible(
-    sound: Path, tmp_path: Path, changes: dict[str, Any], told: str
+    sound: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     planned = chosen(
         sound, written(tmp_path / "rows.jsonl", SHORT, LONG), **{"data__max_prompt_tokens": None, **changes}
     )
     [problem] = problems_of(planned)
     assert problem.startswith(f"data: {tmp_path / 'rows.jsonl'}:2 has ")
-    assert problem.endswith(f"{told}, or set data.overlong_prompts: skip")
+    assert problem.endswith(f"{message}, or set data.overlong_prompts: skip")
 
 
 def test_an_evaluation_set_has_a_limit_of_its_own_and_skips_nothing(sound: Path, data: Path, tmp_path: Path) -> None:
     path = written(tmp_path / "held.jsonl", SHORT, LONG)
     planned = chosen(sound, data, evaluation__sets=[{"name": "held", "path": str(path)}], **SKIP)
-    told = refusal(planned)
-    assert told.startswith(f"evaluation.sets.0 (held): {path}:2 has ")
-    assert problems_of(planned) == [told.replace(" (held)", "")]
+    message = refusal(planned)
+    assert message.startswith(f"evaluation.sets.0 (held): {path}:2 has ")
+    assert problems_of(planned) == [message.replace(" (held)", "")]
     fewer = chosen(sound, data, evaluation__sets=[{"name": "held", "path": str(path), "limit": 1}])
     PromptSource(fewer)
     assert check_start(fewer, load_info(sound)).warnings == []
@@ -138,7 +141,7 @@ def test_if_the_first_prompts_are_all_left_out_others_may_not_be(
     assert "2 of the first 2 prompts are too long, and left out" in found.notes[-1]
 
 
-def test_a_template_that_fails_with_a_later_prompt_is_told(model: Path, tmp_path: Path) -> None:
+def test_a_template_that_fails_with_a_later_prompt_is_reported(model: Path, tmp_path: Path) -> None:
     failing = "{% if messages[0]['content'] | length > 99 %}{{ messages[0]['content'] + 1 }}{% endif %}x"
     (model / "chat_template.jinja").write_text(failing)
     [problem] = problems_of(chosen(model, written(tmp_path / "rows.jsonl", SHORT, LONG)))

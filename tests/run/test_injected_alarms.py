@@ -106,7 +106,7 @@ def run(world: Any, model: Path, steps: list[list[Trajectory]], **changes: Any) 
 
 
 def alarms(step: dict[str, Any]) -> list[str]:
-    """The names of the rules that have told the user something in a step."""
+    """The names of the rules that have printed something in a step."""
     return [text.removeprefix("alarm ").split(":")[0] for text in step["said"]]
 
 

@@ -1,4 +1,4 @@
-"""A machine without a sandbox is told what to install or to allow; it never gets a weaker one."""
+"""On a machine without a sandbox the message says what to install or to allow; it never gets a weaker one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_bubblewrap_that_may_make_no_namespace(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.sandbox
 @pytest.mark.parametrize(
-    ("option", "values", "told"),
+    ("option", "values", "reported"),
     [
         ("--seccomp", 1, "there is no system call filter"),
         ("--unshare-net", 0, "these namespaces of the host are not left: net"),
@@ -82,10 +82,10 @@ def test_a_bubblewrap_that_may_make_no_namespace(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_a_program_that_is_not_locked_down_is_no_sandbox(
-    option: str, values: int, told: str, monkeypatch: pytest.MonkeyPatch
+    option: str, values: int, reported: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "command", without(option, values))
-    assert re.search(told, str(sandbox_problem()))
+    assert re.search(reported, str(sandbox_problem()))
 
 
 def without(option: str, values: int) -> object:
@@ -101,21 +101,23 @@ def without(option: str, values: int) -> object:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "told"),
+    ("path", "value", "reported"),
     [
         ("unprivileged_userns_clone", "0", "kernel.unprivileged_userns_clone=1"),
         ("apparmor_restrict_unprivileged_userns", "1", "AppArmor profile"),
         ("max_user_namespaces", "0", "user.max_user_namespaces"),
     ],
 )
-def test_a_setting_of_the_kernel_is_named(path: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_of_the_kernel_is_named(
+    path: str, value: str, reported: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert told in remedy("No permissions", lambda name: value if name.endswith(path) else None)
+    assert reported in remedy("No permissions", lambda name: value if name.endswith(path) else None)
     monkeypatch.setattr(os, "geteuid", lambda: 0)  # root does not need user namespaces
-    assert told not in remedy("No permissions", lambda name: value if name.endswith(path) else None)
+    assert reported not in remedy("No permissions", lambda name: value if name.endswith(path) else None)
 
 
-def test_a_container_that_masks_proc_is_told() -> None:
+def test_a_container_that_masks_proc_is_reported() -> None:
     assert "systempaths=unconfined" in remedy("bwrap: Can't mount proc on /newroot/proc: Operation not permitted")
 
 

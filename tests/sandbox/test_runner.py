@@ -50,13 +50,13 @@ def test_output_status_and_input_of_a_program() -> None:
     assert not result.ok
 
 
-def test_an_exception_is_told_with_its_line() -> None:
+def test_an_exception_is_reported_with_its_line() -> None:
     result = run_sandboxed("def f():\n    return 1 / 0\nf()")
     assert 'program.py", line 2, in f' in result.stderr and "return 1 / 0" in result.stderr
     assert result.status == 1
 
 
-def test_a_signal_is_told() -> None:
+def test_a_signal_is_reported() -> None:
     assert run_sandboxed("import os; os.kill(os.getpid(), 9)").status == -signal.SIGKILL
 
 
@@ -216,7 +216,7 @@ async def test_close_ends_what_runs(sandbox: Sandbox) -> None:
         await run
 
 
-async def test_runs_that_wait_when_the_sandbox_is_closed_are_told(sandbox: Sandbox) -> None:
+async def test_runs_that_wait_when_the_sandbox_is_closed_are_reported(sandbox: Sandbox) -> None:
     runs = [asyncio.ensure_future(sandbox.run("import time; time.sleep(1000)")) for _ in range(5)]
     await asyncio.sleep(0.1)
     await asyncio.to_thread(sandbox.close)

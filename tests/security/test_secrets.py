@@ -73,7 +73,7 @@ def test_copies_of_the_config_hold_the_reference(tmp_path: Path, monkeypatch: py
         assert SECRET in copy, "a value that is written down would be in every copy"
 
 
-def test_a_literal_secret_is_told_wherever_values_are_passed_on(tmp_path: Path) -> None:
+def test_a_literal_secret_is_reported_wherever_values_are_passed_on(tmp_path: Path) -> None:
     values = {"judges": [{"api_key": SECRET}]}
     one_set = {"name": "a", "path": str(tmp_path / "a.jsonl"), "reward": {"kwargs": values}}
     config = config_with(
@@ -91,8 +91,8 @@ def test_a_literal_secret_is_told_wherever_values_are_passed_on(tmp_path: Path) 
     places = ("reward.kwargs", "agent.kwargs", "tools.0.kwargs", "data.sets.0.reward.kwargs",
               "evaluation.sets.0.reward.kwargs", "data.curriculum.kwargs", "rollout.engine_kwargs",
               "teachers.0.engine_kwargs")  # fmt: skip
-    told = [problem.partition(":")[0] for problem in secret_problems(config, here=True)]
-    assert told == [f"{place}.judges.0.api_key" for place in places]
+    reported = [problem.partition(":")[0] for problem in secret_problems(config, here=True)]
+    assert reported == [f"{place}.judges.0.api_key" for place in places]
 
 
 def test_every_place_where_values_are_passed_on_is_known_here() -> None:
@@ -124,7 +124,7 @@ def kinds_in(annotation: Any) -> list[Any]:
     return [kind for inner in get_args(annotation) for kind in kinds_in(inner)] or [annotation]
 
 
-def test_missing_variables_and_literal_secrets_are_told_before_the_start(
+def test_missing_variables_and_literal_secrets_are_reported_before_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)

@@ -48,11 +48,11 @@ def trained(assets: Assets, run_dir: Path, *overrides: str) -> dict[str, Any]:
 
 def check_time(seconds: float) -> None:
     """A run that shares its cores with a test alongside it takes longer, which is printed and no failure."""
-    told = f"the assets and the run took {seconds:.0f} s; {LONGEST_S:.0f} s are told for two cores of its own"
+    message = f"the assets and the run took {seconds:.0f} s; {LONGEST_S:.0f} s are promised for two cores of its own"
     if "PYTEST_XDIST_WORKER" in os.environ:
-        print(told)
+        print(message)
     else:
-        assert seconds <= LONGEST_S, told
+        assert seconds <= LONGEST_S, message
 
 
 def test_it_learns_to_call_the_tool(assets: Assets, tmp_path: Path) -> None:

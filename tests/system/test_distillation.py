@@ -1,4 +1,4 @@
-"""Whole runs of on-policy distillation: a student that is told nothing but how its teacher scores its own tokens."""
+"""Whole runs of on-policy distillation: a student that learns nothing but how its teacher scores its own tokens."""
 
 from __future__ import annotations
 

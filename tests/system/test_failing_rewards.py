@@ -23,21 +23,23 @@ MODULE = "tests.support.rewards.reward_functions"
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reported"),
     [
         ("broken", "LookupError: the judge has no key"),
         ("endless", "no reward after 0.5 s"),
     ],
 )
-def test_a_function_that_always_fails_ends_the_run_with_its_own_message(tmp_path: Path, name: str, told: str) -> None:
+def test_a_function_that_always_fails_ends_the_run_with_its_own_message(
+    tmp_path: Path, name: str, reported: str
+) -> None:
     config = tiny_config(tmp_path, steps=3)
     config["reward"] = {"function": f"{MODULE}:{name}", "timeout_s": 0.5, "min_errors": 8, "trial_call": False}
     run = train(config)
     assert run.code != 0
     ending = f"the reward function '{MODULE}:{name}' failed for 8 of the latest 8 samples"
     assert ending in run.output and run.output.count(ending) == 1
-    assert told in run.output.partition(ending)[0], "the first failure is told before the run ends"
-    assert told in run.output.partition(ending)[2]
+    assert reported in run.output.partition(ending)[0], "the first failure is reported before the run ends"
+    assert reported in run.output.partition(ending)[2]
     assert "\x1b[31m" not in run.output.partition(ending)[0]
     for file in ("exit.json", "summary.json"):
         assert "failed" in (content := (run.directory / file).read_text()) and ending in content

@@ -116,11 +116,11 @@ def test_a_run_whose_directory_and_checkpoints_find_no_space_any_more_ends_as_fa
                 output, _ = process.communicate(timeout=240)
     assert process.returncode == 1, output[-4000:]
     assert 1 <= recorded < steps, "the disk was full too late"
-    told = f"all {steps} steps are trained, but the checkpoint of step {steps}"
-    assert output.count(f"megarl: {told}") == 1 and "No space left on device" in output, output[-4000:]
+    message = f"all {steps} steps are trained, but the checkpoint of step {steps}"
+    assert output.count(f"megarl: {message}") == 1 and "No space left on device" in output, output[-4000:]
     assert "metrics.jsonl could not be written" in output
     for step in range(1, steps + 1):
         assert f"the checkpoint of step {step} could NOT be saved: " in output, output[-6000:]
     record = read_exit(run_dir)
-    assert record is not None and (record.status, record.step) == ("failed", 0) and told in record.reason
+    assert record is not None and (record.status, record.step) == ("failed", 0) and message in record.reason
     assert_nothing_left(run_dir)

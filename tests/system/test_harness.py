@@ -66,7 +66,7 @@ def check_processes(directory: Path, kept: Path, trained: int) -> None:
 
 
 def check_rows(rows: list, kept: Path, step: int) -> None:
-    """The rows of each sample are those of its session, as `GET /v1/sessions/ID` told it."""
+    """The rows of each sample are those of its session, as `GET /v1/sessions/ID` returned it."""
     by_sample: dict[tuple[int, int], list] = {}
     for row in rows:
         by_sample.setdefault((row.group_id, row.sample_index), []).append(row)

@@ -79,7 +79,7 @@ def test_a_dead_queue_and_a_dead_controller_are_rebuilt_under_the_living_ranks(t
     replayed = replay_schedule(read_schedule(run_dir / SCHEDULE_FILE))
     assert sorted(replayed)[:steps] == list(range(steps)), "a new controller goes on with the batches in hand"
     for reason in ("of the trajectory queue has died", "the rollout controller does not answer"):
-        assert f"{reason}" in output, "the user is told"
+        assert f"{reason}" in output, "the user is notified"
     assert_nothing_left(run_dir)
 
 

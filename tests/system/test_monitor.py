@@ -36,9 +36,9 @@ def test_a_replica_with_wrong_weights_is_named_within_one_step_and_replaced(
     print(f"mean |engine - trainer| of each replica: {gaps}")
     assert max(gap for gap in gaps[0] if gap is not None) < 1e-3 < 0.12 < gaps[1][2]
     assert all(gap is None or gap < 1e-3 for gap in gaps[1][:2] + gaps[1][3:]), "its successor has the right weights"
-    told = [line for line in run.output.splitlines() if "replica_gap" in line]
-    assert len(told) == 1 and "alarm replica_gap of replica 1: " in told[0]
-    assert told[0].endswith("replica 1 is quarantined until the next publication has replaced it")
+    reported = [line for line in run.output.splitlines() if "replica_gap" in line]
+    assert len(reported) == 1 and "alarm replica_gap of replica 1: " in reported[0]
+    assert reported[0].endswith("replica 1 is quarantined until the next publication has replaced it")
     assert [step["sync/restarted_replicas"] for step in steps] == [0, 0, 1, 0, 0]
     check_every_group_once(run, steps=5)
     assert_nothing_left(run.directory)
@@ -85,8 +85,8 @@ def test_an_alarm_that_skips_leaves_the_weights_alone_and_both_sides_count_the_g
     last = steps[-1]
     assert (last["total/groups_failed"], last["total/groups_admitted"]) == (4, 20)
     assert last["total/groups_trained"] + last["total/groups_filtered"] == 16
-    told = [line for line in run.output.splitlines() if "alarm logprob_gap: " in line]
-    assert len(told) == 1 and told[0].endswith("the step is skipped (1 of at most 5)")
+    reported = [line for line in run.output.splitlines() if "alarm logprob_gap: " in line]
+    assert len(reported) == 1 and reported[0].endswith("the step is skipped (1 of at most 5)")
     assert list((run.directory / "failed_batch").glob("step_000002.*"))
     assert_nothing_left(run.directory)
 

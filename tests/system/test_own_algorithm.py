@@ -16,6 +16,6 @@ def test_a_function_that_breaks_its_contract_is_refused_before_anything_starts(t
     config["algorithm"] = {"loss": "examples.tutorials.own_loss.topr:above_median"}
     run = train(config)
     assert run.code != 0
-    told = "algorithm.loss: the loss examples.tutorials.own_loss.topr:above_median fails on 22 tokens of 5 sequences"
-    assert run.output.count(told) == 1, run.output[-4000:]
+    message = "algorithm.loss: the loss examples.tutorials.own_loss.topr:above_median fails on 22 tokens of 5 sequences"
+    assert run.output.count(message) == 1, run.output[-4000:]
     assert not (tmp_path / "run").exists()

@@ -36,8 +36,8 @@ def test_engines_are_added_drained_and_removed_while_the_run_goes_on(
         """The exit status and the output of `megarl pool`."""
         capsys.readouterr()
         status = main.main(["pool", arguments[0], str(run_dir), *arguments[1:]])
-        told = capsys.readouterr()
-        return status, told.out if status == 0 else told.err.splitlines()[-1]
+        reported = capsys.readouterr()
+        return status, reported.out if status == 0 else reported.err.splitlines()[-1]
 
     def replicas() -> dict[int, dict[str, Any]]:
         status, text = pool("list", "--json")
@@ -51,17 +51,17 @@ def test_engines_are_added_drained_and_removed_while_the_run_goes_on(
     with killed_after(process, run_dir):
         wait_for(lambda: metric_steps(run_dir) >= 1, process)
         assert {index: each["state"] for index, each in replicas().items()} == {0: "serving"}
-        status, told = pool("remove", "0")
-        assert status == 2 and "replica 0 cannot be removed: no other replica serves training now" in told
+        status, reported = pool("remove", "0")
+        assert status == 2 and "replica 0 cannot be removed: no other replica serves training now" in reported
         assert pool("add") == (0, "replica 1 joins the pool with the next publication of the weights\n")
         wait_for(lambda: replicas()[1]["state"] == "serving", process)
         goes_on()
         both = replicas()
         assert int(both[1]["version"]) >= 1 and both[1]["host"]
-        status, told = pool("add")
-        assert status == 2 and "1 engines cannot be added: Ray has room for 0" in told
-        status, told = pool("drain", "0")
-        assert status == 0 and "replica 0 is drained" in told
+        status, reported = pool("add")
+        assert status == 2 and "1 engines cannot be added: Ray has room for 0" in reported
+        status, reported = pool("drain", "0")
+        assert status == 0 and "replica 0 is drained" in reported
         goes_on()
         old = replicas()[0]
         assert (old["state"], old["running"], old["waiting"]) == ("drained", 0, 0)
@@ -83,6 +83,6 @@ def test_engines_are_added_drained_and_removed_while_the_run_goes_on(
     assert max(record["rollout/replicas_alive"] for record in records) == 2
     assert sum(record.get("sync/restarted_replicas", 0) for record in records) == 0
     assert all(record["rollout/replicas_lost"] == 0 for record in records)
-    status, told = pool("list")
-    assert status == 2 and f"no run lives in {run_dir}: its supervisor" in told
+    status, reported = pool("list")
+    assert status == 2 and f"no run lives in {run_dir}: its supervisor" in reported
     assert_nothing_left(run_dir)

@@ -131,8 +131,8 @@ def test_one_ctrl_c_ends_what_has_not_started(tmp_path: Path) -> None:
             each.kill()
         for descriptor in writer:
             os.close(descriptor)
-    told = "megarl: interrupted before anything was started; the same command starts the run\n"
-    assert log.read_text() == told and not run_dir.exists()
+    message = "megarl: interrupted before anything was started; the same command starts the run\n"
+    assert log.read_text() == message and not run_dir.exists()
 
 
 def plain_config(directory: Path) -> dict[str, Any]:

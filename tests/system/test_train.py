@@ -343,9 +343,9 @@ def check_counts_of_skipped_steps(run: Run, count: int) -> None:
 
 
 def check_skipped_logprobs(run: Run, kept: Path, most: int) -> None:
-    """Step 0 is told as skipped, and its batch is kept as it was."""
-    told = f"step 0: {BAD_LOGPROBS} .* is kept in {kept}; the step is skipped .1 of at most {most}"
-    assert re.search(told, run.output), run.output[-4000:]
+    """Step 0 is reported as skipped, and its batch is kept as it was."""
+    said = f"step 0: {BAD_LOGPROBS} .* is kept in {kept}; the step is skipped .1 of at most {most}"
+    assert re.search(said, run.output), run.output[-4000:]
     rows = read_batch(kept, 0).trajectories
     assert len(rows) == 16 and all(row.response_ids and row.rollout_logprobs[0] < 0 for row in rows)
     assert all(math.isnan(row.rollout_logprobs[-1]) and "log-prob nan" in row.failure for row in rows)

@@ -240,7 +240,7 @@ def test_a_server_that_is_away_loses_no_step_and_ends_no_run(tmp_path: Path, mon
     assert "MLflow could not be written" in terminal.getvalue()
 
 
-def test_mlflow_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_missing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(ValueError, match="pip install mlflow-skinny"):
         MetricsWriter.open(at("http://127.0.0.1:1", tmp_path), io.StringIO())

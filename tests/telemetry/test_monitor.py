@@ -104,13 +104,13 @@ def test_a_monitor_that_resumes_goes_on_as_if_it_had_not_stopped(
 ) -> None:
     rules = [AlarmRule("replica_gap", "above", 4.0, 2, "warn"), ESS]
     whole, first, second = (Monitor(rules) for _ in range(3))
-    told = []
+    reported = []
     for number, step in enumerate(steps):
         found = [Reading("replica_gap", value, replica) for replica, value in dict(step).items()]
         if number == cut:
             second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        told.append((whole.judge(found), (first if number < cut else second).judge(found)))
-    assert all(one == other for one, other in told)
+        reported.append((whole.judge(found), (first if number < cut else second).judge(found)))
+    assert all(one == other for one, other in reported)
     assert len(whole.state_dict()) <= 4, "subjects that are well take no place"
 
 

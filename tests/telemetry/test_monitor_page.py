@@ -39,7 +39,7 @@ def test_the_table_is_that_of_the_code() -> None:
     assert shown_rules(PAGE) == rules and rules.keys() == RULES.keys()
 
 
-def test_the_thresholds_beside_the_worst_values_of_sound_runs_are_those_of_the_table() -> None:
+def test_the_thresholds_alongside_the_worst_values_of_sound_runs_are_those_of_the_table() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+)(?: in \d+ steps)? \|$", PAGE, re.MULTILINE))
     assert {name: float(value) for name, value in rows.items()} == {
         name: rule.threshold for name, rule in shown_rules(PAGE).items()

@@ -25,7 +25,7 @@ def test_values(expression: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "told"),
+    ("expression", "message"),
     [
         ("9 ** 9 ** 9", "too large"), ("2 ** 1000000", "too large"), ("factorial(10**6)", "factorial"),
         ("10.0 ** 10000", "too large"), ("1e999", "too large"), ("exp(10**6)", "too large"),
@@ -41,8 +41,8 @@ def test_values(expression: str, value: str) -> None:
          ("sin(10**400)", "too large"),
     ],
 )  # fmt: skip
-def test_what_is_not_computed(expression: str, told: str) -> None:
-    with pytest.raises(CalculationError, match=told):
+def test_what_is_not_computed(expression: str, message: str) -> None:
+    with pytest.raises(CalculationError, match=message):
         calculate(expression)
 
 

@@ -107,13 +107,13 @@ def test_a_call_that_can_be_cancelled_ends_its_process_when_the_other_calls_have
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [("die", "exit code 4"), ("exit", "exit code 3"), ("segfault", "killed by SIGSEGV")],
 )
-def test_a_process_that_dies_is_an_error_and_the_next_call_has_another(make: Made, how: str, told: str) -> None:
+def test_a_process_that_dies_is_an_error_and_the_next_call_has_another(make: Made, how: str, message: str) -> None:
     tool = make()
     answer = call(tool, how)
-    assert answer == ToolAnswer(f"error: misbehaving: its process ended during the call: {told}", error=True)
+    assert answer == ToolAnswer(f"error: misbehaving: its process ended during the call: {message}", error=True)
     assert make.noted() == [how]  # it is not idempotent
     assert call(tool, "next").text.startswith("next|1|")
 
@@ -154,11 +154,11 @@ def test_a_call_that_kills_its_process_is_repeated_only_once(make: Made) -> None
 
 
 @pytest.mark.parametrize(
-    ("how", "told"), [("raise", "ValueError: not today"), ("text", "has to return a ToolAnswer, not str")]
+    ("how", "message"), [("raise", "ValueError: not today"), ("text", "has to return a ToolAnswer, not str")]
 )
-def test_a_mistake_in_the_class_is_raised(make: Made, how: str, told: str) -> None:
+def test_a_mistake_in_the_class_is_raised(make: Made, how: str, message: str) -> None:
     tool = make()
-    with pytest.raises(ToolRaisedError, match=told):
+    with pytest.raises(ToolRaisedError, match=message):
         call(tool, how)
     assert call(tool, "next").text.startswith("next|2|")
 
@@ -202,7 +202,7 @@ async def test_calls_that_are_open_when_the_tool_is_closed_end(make: Made) -> No
     assert make.noted() == ["wait", "closed"]
 
 
-def test_an_object_that_fails_to_close_is_told_and_one_that_hangs_is_killed(
+def test_an_object_that_fails_to_close_is_reported_and_one_that_hangs_is_killed(
     make: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_tool, "CLOSE_S", 0.5)
@@ -215,7 +215,7 @@ def test_an_object_that_fails_to_close_is_told_and_one_that_hangs_is_killed(
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "told"),
+    ("name", "kind", "message"),
     [
         ("DiesAtStart", StartError, "ended at its start: exit code 7"),
         ("HangsAtStart", TimeoutError, "was not ready after 3 s"),
@@ -223,9 +223,9 @@ def test_an_object_that_fails_to_close_is_told_and_one_that_hangs_is_killed(
         ("NoSuchClass", ValueError, "its class failed with AttributeError"),
     ],
 )
-def test_a_class_that_cannot_be_made(name: str, kind: type[Exception], told: str) -> None:
+def test_a_class_that_cannot_be_made(name: str, kind: type[Exception], message: str) -> None:
     before = {each.pid for each in psutil.Process(os.getpid()).children(recursive=True)}
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=message):
         class_tool(f"{PLACE}:{name}", start_timeout_s=3.0 if kind is TimeoutError else LONG_S)
     assert not {each.pid for each in psutil.Process(os.getpid()).children(recursive=True)} - before
 

@@ -158,7 +158,7 @@ def test_an_answer_that_is_too_long(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"url": "ftp://x/"}, "has to begin with http"),
         ({"parameters": {"type": "array"}}, "of type object"),
@@ -166,9 +166,9 @@ def test_an_answer_that_is_too_long(server: Server) -> None:
         ({"token": {"env": "SEARCH_TOKEN_MISSING"}}, "SEARCH_TOKEN_MISSING is not set"),
     ],
 )
-def test_settings_that_cannot_be_used(wrong: dict[str, Any], told: str) -> None:
+def test_settings_that_cannot_be_used(wrong: dict[str, Any], message: str) -> None:
     settings: dict[str, Any] = {"url": "http://x/", "description": "", "parameters": PARAMETERS, **wrong}
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         HttpTool("search", **settings)
 
 

@@ -41,7 +41,7 @@ def test_an_exception_is_an_error_with_the_output_before_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "reported"),
     [
         ("import sys; sys.exit(3)", "status 3"),
         ("import os; os.kill(os.getpid(), 11)", "signal 11"),
@@ -51,9 +51,9 @@ def test_an_exception_is_an_error_with_the_output_before_it() -> None:
         ("\x00", "null bytes"),
     ],
 )
-def test_other_endings_are_errors(code: str, told: str) -> None:
+def test_other_endings_are_errors(code: str, reported: str) -> None:
     answer = answer_to({"code": code})
-    assert answer.error and told in answer.text
+    assert answer.error and reported in answer.text
 
 
 def test_the_callers_time_counts() -> None:

@@ -68,7 +68,7 @@ def test_bound_arguments_are_not_shown(make: Callable[..., ProcessTool], monkeyp
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [
         ("untyped", "'first' has no type; write for example `first: str`"),
         ("without_docstring", "no docstring"),
@@ -78,9 +78,9 @@ def test_bound_arguments_are_not_shown(make: Callable[..., ProcessTool], monkeyp
         ("nowhere", "has no attribute 'nowhere'"),
     ],
 )
-def test_what_is_no_tool_is_refused(function: str, told: str) -> None:
+def test_what_is_no_tool_is_refused(function: str, message: str) -> None:
     path = f"{PLACE}:{function}"
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         describe(path, import_function(path), {})
 
 
@@ -103,18 +103,18 @@ def test_a_schema_of_richer_types() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ("exit", "SystemExit: 3"), ("raise", "ValueError: not today"), ("object", "TypeError"),
         ("memory", "MemoryError"), ("die", "exit code 4"),
     ],
 )  # fmt: skip
 def test_failures_are_errors_and_the_next_call_is_answered(
-    make: Callable[..., ProcessTool], how: str, told: str
+    make: Callable[..., ProcessTool], how: str, message: str
 ) -> None:
     tool = make("misbehave", memory_gib=1.5)
     answer = call(tool, how=how)
-    assert answer.error and told in answer.text
+    assert answer.error and message in answer.text
     assert call(tool, how="answered").text.startswith("answered by")
 
 

@@ -16,8 +16,8 @@ _HEAD = f"""# What can be shown without a GPU
 <!-- Generated from benchmarks/results/learning.json by `make docs`; do not edit. -->
 
 Real runs on two CPU cores: Megatron-Core trains a Qwen3 of 0.43 M parameters, one vLLM engine samples. They show
-what is learned and what a fault costs, not how fast a GPU is; `python -m benchmarks.trl_race` and the other scripts
-of [benchmarks](benchmarks.md) measure speed. One command makes all numbers of this page, and one draws it:
+what is learned and what a fault costs; [benchmarks](benchmarks.md) measure speed. One command makes all numbers of
+this page, and one draws it:
 
 ```
 . .venv/bin/activate
@@ -25,10 +25,10 @@ python -m benchmarks.learning
 make docs
 ```
 
-It adds each run to `benchmarks/results/learning.json` and makes only those that are not there yet; `--only`,
-`--runs` and `--seeds` choose. Each run has {STEPS} steps of {GROUPS} groups of 8 samples, and answers {HELD_OUT}
-held-out problems before and after, greedily and sampled at temperature 1. The warm-started model and the held-out
-problems are the same in all runs, and so are the random numbers of the samples for one seed.
+It adds each run to `benchmarks/results/learning.json` and makes only those that are not there yet. Each run has
+{STEPS} steps of {GROUPS} groups of 8 samples, and answers {HELD_OUT} held-out problems before and after, greedily and
+sampled at temperature 1. The warm-started model and the held-out problems are the same in all runs, and so are the
+random numbers of the samples for one seed. They were made on two kinds of CPU, which round differently.
 
 ## Modes, staleness and correction
 
@@ -43,11 +43,13 @@ that to the engine's log-probs.
 _MODES = f"""
 Reward at the end: mean of the last {LAST} steps. Staleness: updates between the weights of a sample's oldest token
 and the update that trains it. ESS and KL compare the trained policy with the one that has sampled, at their worst
-step. The columns are means over the seeds; with several, brackets have the least and the largest.
+step. The columns are means over the seeds; with several, brackets have the least and the largest. In the pictures a
+triangle marks a step with a value beyond the axis.
 
 What an asynchronous run trains in its first steps was all sampled by the first weights, so a larger bound learns later
 in the same number of steps. With the correction the reward at the end hardly depends on the bound; without it, the
-reward is lower the larger the bound is. What a mode gains in time is measured by `python -m benchmarks.async_vs_sync`.
+reward is lower the larger the bound is. What a mode gains in time is in
+[benchmarks](benchmarks.md#asynchronous-training).
 
 ![Effective sample size and KL by bound of staleness](images/results_mismatch.svg)
 
@@ -63,7 +65,7 @@ _RECOVERY = """
 
 The soak's run (asynchronous, two engines, a checkpoint every five steps; [benchmarks](benchmarks.md#the-soak))
 under one fault after another. A fault is over when the run has gone on for two steps, or all engines serve again.
-What each fault costs in general is in [reliability](reference/faults.md).
+What each fault costs in general is in [faults](reference/faults.md).
 
 """
 
@@ -115,8 +117,8 @@ def _seeds(results: Results, like: LearningRun) -> int:
 
 def _cell(runs: Sequence[LearningRun], of: Callable[[LearningRun], float], form: str) -> str:
     values = [of(run) for run in runs]
-    spread = f" [{form.format(min(values))}, {form.format(max(values))}]" if min(values) < max(values) else ""
-    return form.format(mean(values)) + spread
+    low, high = form.format(min(values)), form.format(max(values))
+    return form.format(mean(values)) + (f" [{low}, {high}]" if low != high else "")
 
 
 def _recovery(results: Results) -> Iterator[str]:
@@ -124,7 +126,9 @@ def _recovery(results: Results) -> Iterator[str]:
         yield f"Not made yet: `python -m benchmarks.learning --only recovery` ({FAULTS.replace(',', ', ')}).\n"
         return
     yield "![Steps and faults on one time line](images/results_recovery.svg)\n\n"
-    yield "| fault | at | recovered after | steps made again |\n|---|---|---|---|\n"
+    yield "| fault | at | over after | steps made again |\n|---|---|---|---|\n"
     for fault in results.recovery.faults:
-        recovered = f"{fault.recovered_s:.0f} s" if fault.over else "not in time"
-        yield f"| `{fault.name}` | {fault.at_s:.0f} s | {recovered} | {fault.redone_steps} |\n"
+        yield f"| `{fault.name}` | {fault.at_s:.0f} s | {fault.recovered_s:.0f} s | {fault.redone_steps} |\n"
+    silent = f"{results.recovery.rpc_s:g}"
+    yield f"\nMade by `python -m benchmarks.learning --only recovery --rpc-s {silent}`, alongside other work on two\n"
+    yield f"cores. What hangs is lost after `timeouts.rpc_s`, {silent} s here; what is killed, at once.\n"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.lib.learning_results import RESULTS, LearningRun, Recovery, Results
 from megarl.report.page.html import Html, tag
-from tools.images.series_panels import Curve, Panel, panels
+from tools.images.series_panels import Curve, Panel, ends, panels
 from tools.images.svg import document, number, text
 
 COLORS = ("first", "second", "third")
@@ -29,9 +29,8 @@ def learning_pictures() -> dict[str, str]:
             [_share("by mode", modes), _share("by bound of staleness; dashed: uncorrected", drawn)],
         )  # fmt: skip
         ess, k3 = (_curves(results, "additions", bounded, of) for of in (lambda run: run.ess, lambda run: run.k3_kl))
-        top = max((value for curve in k3 for run in curve.runs for value in run), default=1e-3)
-        low = min((value for curve in ess for run in curve.runs for value in run), default=0.0)
-        low = math.floor(low * 50 - 0.5) / 50
+        (low, _), (_, top) = (ends([value for curve in of for run in curve.runs for value in run]) for of in (ess, k3))
+        low = math.floor(low * 50) / 50
         made["results_mismatch.svg"] = panels(
             "The policy that is trained and the one that has sampled", "Effective sample size and KL by bound.",
             _footer(results, "additions"),
@@ -76,37 +75,56 @@ def _footer(results: Results, task: str) -> str:
     return f"python -m benchmarks.learning; seeds {', '.join(map(str, seeds))}: mean, and range of several"
 
 
-# The recovery: each step is a mark at its end, each fault a bar until the run had gone on.
+# The recovery on one time line: the reward of each step, a mark at the end of each, and a bar for each fault.
+LEFT, RIGHT, REWARD, STEPS, ROW = 150, 24, (58, 128), 150, 26
 
 
 def _recovery(recovery: Recovery) -> str:
-    width, left, right, row = 900, 150, 24, 26
-    height = 96 + row * len(recovery.faults) + 64
+    width, faults = 900, STEPS + 40
+    below = faults + ROW * len(recovery.faults)
     end = max(recovery.steps[-1], *(each.at_s + each.recovered_s for each in recovery.faults))
 
     def across(seconds: float) -> float:
-        return left + (width - left - right) * seconds / end
+        return LEFT + (width - LEFT - RIGHT) * seconds / end
 
-    def parts() -> Iterator[Html]:
-        yield text(16, 28, "A run under faults: steps, and what each fault has cost", "title")
-        yield text(16, 66, "steps", "strong")
-        for seconds in recovery.steps:
-            x = number(across(seconds))
-            yield tag("line", x1=x, x2=x, y1="54", y2="70", class_="line-third", stroke_width="2")
+    def up(reward: float) -> float:
+        return REWARD[1] - (REWARD[1] - REWARD[0]) * reward
+
+    def steps() -> Iterator[Html]:
+        yield text(16, up(0.5) + 4, "mean reward", "strong")
+        for share in (0.0, 1.0):
+            y = number(up(share))
+            yield tag("line", x1=number(LEFT), x2=number(width - RIGHT), y1=y, y2=y, class_="grid")
+            yield text(LEFT - 8, up(share) + 4, f"{share:.0%}", "quiet", "end")
+        shown = zip(recovery.steps, recovery.rewards, strict=True)
+        points = " ".join(f"{number(across(seconds))},{number(up(reward))}" for seconds, reward in shown)
+        yield tag("polyline", points=points, class_="line-first", stroke_width="2", stroke_linejoin="round")
+        yield text(16, STEPS + 4, "steps", "strong")
+        yield text(16, STEPS + 20, "short: made again", "quiet")
+        for times, color, half in ((recovery.redone, "quiet", 4), (recovery.steps, "third", 8)):
+            for x in map(number, map(across, times)):
+                yield tag("line", x1=x, x2=x, y1=str(STEPS - half), y2=str(STEPS + half), class_=f"line-{color}")
+
+    def bars() -> Iterator[Html]:
         for at, fault in enumerate(recovery.faults):
-            y = 96 + row * at
+            y = faults + ROW * at
             start, stop = across(fault.at_s), across(fault.at_s + fault.recovered_s)
             yield text(16, y + 12, fault.name, "strong")
             size = {"x": number(start), "y": str(y), "width": number(max(3.0, stop - start)), "height": "15", "rx": "3"}
             yield tag("rect", class_="fill-second", **size)
-            words = f"{fault.recovered_s:.0f} s" + (f", {fault.redone_steps} steps again" if fault.redone_steps else "")
+            again = f", steps made again: {fault.redone_steps}" if fault.redone_steps else ""
+            words = f"{fault.recovered_s:.0f} s{again}"
             late = stop > width * 0.75
             yield text(start - 8 if late else stop + 8, y + 12, words, "quiet", "end" if late else "start")
-        y = 96 + row * len(recovery.faults) + 10
         for quarter in range(5):
             seconds = end * quarter / 4
-            yield text(across(seconds), y + 12, f"{seconds:.0f} s", "quiet", "middle")
-        yield text(width - 14, height - 12, "python -m benchmarks.learning --only recovery", "quiet", "end")
+            anchor = "end" if quarter == 4 else "middle"
+            yield text(across(seconds), below + 22, f"{seconds:.0f} s", "quiet", anchor)
 
     names = ", ".join(f"{each.name} {each.recovered_s:.0f} s" for each in recovery.faults)
-    return document(width, height, "A run under faults", f"Seconds until the run had gone on: {names}.", *parts())
+    command = f"python -m benchmarks.learning --only recovery --rpc-s {recovery.rpc_s:g}"
+    return document(
+        width, below + 64, "A run under faults", f"Seconds until the run had gone on: {names}.",
+        text(16, 28, "A run under faults: its steps, and the time until it had gone on", "title"), *steps(), *bars(),
+        text(width - 14, below + 52, command, "quiet", "end"),
+    )  # fmt: skip

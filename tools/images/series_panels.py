@@ -26,13 +26,25 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel; its axis goes from `low` to `high`, and `label` formats a value of it."""
+    """A panel; its axis goes from `low` to `high`, values beyond have a mark, and `label` formats a value of it."""
 
     title: str
     curves: Sequence[Curve]
     low: float
     high: float
     label: Callable[[float], str]
+
+
+def ends(values: Sequence[float]) -> tuple[float, float]:
+    """Return the least and the largest value, without those far beyond nearly all others, as the report page does.
+
+    Such values would flatten a plot. Raises IndexError if there are none.
+    """
+    ordered = sorted(values)
+    low, middle, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.5, 0.9))
+    far = 3 * (high - low) or 9 * abs(middle)
+    kept = [value for value in ordered if low - far <= value <= high + far]
+    return kept[0], kept[-1]
 
 
 def panels(title: str, description: str, footer: str, drawn: Sequence[Panel]) -> str:
@@ -74,6 +86,7 @@ def _panel(panel: Panel, left: float, width: float) -> Iterator[Html]:
     yield text(left + width / 2, HEIGHT - BOTTOM + 36, "step", "quiet", "middle")
     for curve in panel.curves:
         yield from _curve(curve, across, up)
+        yield from _beyond(curve, panel, across)
 
 
 def _curve(curve: Curve, across: Place, up: Place) -> Iterator[Html]:
@@ -86,6 +99,18 @@ def _curve(curve: Curve, across: Place, up: Place) -> Iterator[Html]:
         yield tag("polygon", points=" ".join(band), class_=f"fill-{curve.color}", opacity="0.12")
     mean = points(lambda values: sum(values) / len(values))
     yield tag("polyline", points=" ".join(mean), stroke_linejoin="round", **_stroke(curve))
+
+
+def _beyond(curve: Curve, panel: Panel, across: Place) -> Iterator[Html]:
+    """Yield a triangle at the edge of the panel for each step with a value beyond it, in the color of the curve."""
+    for step, values in enumerate(zip(*curve.runs, strict=False), start=1):
+        x = across(step)
+        for beyond, tip, inner in (
+            (max(values) > panel.high, TOP, 8), (min(values) < panel.low, HEIGHT - BOTTOM, -8),
+        ):  # fmt: skip
+            if beyond:
+                points = f"{number(x)},{tip} {number(x - 5)},{tip + inner} {number(x + 5)},{tip + inner}"
+                yield tag("polygon", points=points, class_=f"fill-{curve.color}")
 
 
 def _stroke(curve: Curve) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A loop of one's own: the model answers, is told what a tool says about its answer, and answers again."""
+"""A loop of one's own: the model answers, reads what a tool says about its answer, and answers again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl import AgentContext, Trajectory, Turn, finish
 class Thoughts:
     """The loop's state: what it has inserted after the first turn. It is empty until the tool has answered."""
 
-    told: str = ""
+    said: str = ""
     token_ids: tuple[int, ...] = ()
 
 
@@ -39,7 +39,7 @@ class SecondThoughts:
         ctx.note_end(turns=2)
         turns = [
             Turn("assistant", dialogue.text(first.response_ids), len(first.response_ids)),
-            Turn("user", state.told, len(state.token_ids)),
+            Turn("user", state.said, len(state.token_ids)),
             Turn("assistant", dialogue.text(second.response_ids), len(second.response_ids)),
         ]
         return await finish(ctx, [first, second], [state.token_ids], turns)

@@ -128,8 +128,8 @@ def try_nodes(
         module = "megarl.cli.doctor.between_nodes"
         command = [sys.executable, "-m", module, *map(str, probe), str(timeout_s), leaders]
         own = run_probe(command, {**os.environ, **path.environment[meeting.rank]}, timeout_s)
-        told = meeting.gather(f"outcome {number}", asdict(own), REPORT_S)
-        results.append((path, [Outcome(**each) for each in told]))
+        reported = meeting.gather(f"outcome {number}", asdict(own), REPORT_S)
+        results.append((path, [Outcome(**each) for each in reported]))
     content = summary(members, results)
     if meeting.rank == 0:
         write(json.dumps(content, indent=2) + "\n" if as_json else render(content))

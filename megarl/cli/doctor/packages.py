@@ -68,8 +68,8 @@ def overwritten_finding(setup: str, path: Sequence[str] = tuple(sys.path)) -> Fi
     what = "files of packages"
     if not pairs:
         return Finding("ok", what, "no package has overwritten one of another")
-    told = ", ".join(f"{names} ({count})" for names, count in sorted(pairs.items()))
-    return Finding("warn", what, f"owned by two packages with different content: {told}", f"uninstall both, {setup}")
+    listed = ", ".join(f"{names} ({count})" for names, count in sorted(pairs.items()))
+    return Finding("warn", what, f"owned by two packages with different content: {listed}", f"uninstall both, {setup}")
 
 
 def _lock_findings(name: str, setup: str) -> Iterator[Finding]:

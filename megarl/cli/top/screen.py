@@ -49,7 +49,7 @@ def _two_columns(view: RunView, width: int, room: int, signs: Signs) -> list[Tex
         for makers in (screen_parts.LEFT, screen_parts.RIGHT)
     )
     pairs = zip_longest(left, right, fillvalue=Text())
-    return [_beside(*pair, half) for pair in islice(pairs, max(0, room - 2 * FEWEST_LINES))]
+    return [_side_by_side(*pair, half) for pair in islice(pairs, max(0, room - 2 * FEWEST_LINES))]
 
 
 def _one_column(view: RunView, width: int, room: int, signs: Signs) -> list[Text]:
@@ -90,7 +90,7 @@ def _lines(section: ScreenPart, width: int, signs: Signs) -> list[Text]:
     return [Text(title + signs.dash * max(0, width - len(title)), "bold dim"), *section.lines]
 
 
-def _beside(left: Text, right: Text, half: int) -> Text:
+def _side_by_side(left: Text, right: Text, half: int) -> Text:
     """Return two lines as one; the left one is cut or filled to `half` characters."""
     first = left.copy()
     first.truncate(half, overflow="ellipsis", pad=True)

@@ -23,7 +23,7 @@ class SourceBuckets:
     """The buckets of tokens by where they come from: a slot for each replica of a step, times the version lags.
 
     `slots`: places for replicas, of which the last one is for tokens whose replica has no place or is not known.
-    `lags`: version lags 0, 1, ... that are told apart; the last one contains all larger ones.
+    `lags`: version lags 0, 1, ... that are distinguished; the last one contains all larger ones.
     """
 
     slots: int

@@ -185,7 +185,7 @@ def group_deadline_s(config: Config) -> float | None:
 # Whether evaluations go on alongside training, and lists what is wrong with the section `evaluation`.
 
 
-def evaluates_beside_training(config: Config) -> bool:
+def evaluates_alongside_training(config: Config) -> bool:
     """Return whether the trainer goes on while an evaluation runs.
 
     By default it does where generation runs ahead of training: engines generate while the trainer works anyway, and

@@ -52,8 +52,8 @@ def parse_yaml(text: str) -> object:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        told = " ".join(str(error).split()).replace('in "<unicode string>", ', "in ")
-        raise ConfigError([f"not valid YAML: {told}"]) from None
+        reported = " ".join(str(error).split()).replace('in "<unicode string>", ', "in ")
+        raise ConfigError([f"not valid YAML: {reported}"]) from None
 
 
 def parse_override(text: str) -> tuple[list[str], object]:
@@ -152,12 +152,12 @@ def _with_shape_of_checkout(model: ModelConfig, path: Path) -> ModelConfig:
 def _with_origins(error: ConfigError, path: Path, tree: dict[str, Any], overrides: Sequence[str]) -> ConfigError:
     """Return `error` with the override behind each problem that has one; the file is named if it has others."""
     before = [_problems(tree, overrides[:count]) for count in range(len(overrides))]
-    told, of_file = [], False
+    reported, of_file = [], False
     for problem in error.problems:
         without = [count for count, problems in enumerate(before) if problem not in problems]
         of_file = of_file or not without
-        told.append(f"{problem} (on the command line: {overrides[without[-1]]})" if without else problem)
-    return ConfigError(told, str(path) if of_file else "")
+        reported.append(f"{problem} (on the command line: {overrides[without[-1]]})" if without else problem)
+    return ConfigError(reported, str(path) if of_file else "")
 
 
 def _problems(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:

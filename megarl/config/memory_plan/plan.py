@@ -292,8 +292,8 @@ def gib(size: float) -> str:
 def print_dry_run(plan: RunPlan, given: Config, stream: TextIO, found: Findings, *, whole: bool = False) -> None:
     """Write what the run will see, the plan and the config (YAML) to `stream`, with colours only on a terminal.
 
-    `given`: the config as it was loaded, by which what the user has set is told from defaults, which are shown if
-    `whole`. The warnings and notes of `found`, and those of the plan, come last.
+    `given`: the config as it was loaded: what the user has set. Defaults are shown too if `whole`. The warnings and
+    notes of `found`, and those of the plan, come last.
     """
     console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
     texts = {name: value for name, value in found.seen if name.startswith(FIRST_PROMPT)}

@@ -87,14 +87,14 @@ class CodeReward:
         running.start()
         try:
             left = max(LEAST_S, deadline - time.monotonic())
-            told = sandbox.run_now(judge_program(pieces), stdin=to_judge, stdout=from_judge, timeout_s=left)
+            reported = sandbox.run_now(judge_program(pieces), stdin=to_judge, stdout=from_judge, timeout_s=left)
         finally:
             judged.set()
             sandbox.close()
             running.join()
         if problems:
             raise problems[0]
-        return read_verdicts(told.stderr, len(pieces))
+        return read_verdicts(reported.stderr, len(pieces))
 
 
 def check_row(answer: str, row: dict[str, Any]) -> None:
@@ -102,13 +102,13 @@ def check_row(answer: str, row: dict[str, Any]) -> None:
     read_tests(row)
 
 
-def read_verdicts(told: str, count: int) -> list[bool]:
-    """Return which tests have passed as the judge told; what it did not come to has failed.
+def read_verdicts(reported: str, count: int) -> list[bool]:
+    """Return which tests have passed as the judge reported; what it did not come to has failed.
 
     Raises ValueError for a test that cannot be judged from outside the program.
     """
     verdicts: list[bool] = []
-    for line in told.splitlines():
+    for line in reported.splitlines():
         try:
             kind, message = json.loads(line)
         except ValueError:  # the judge was ended in the middle of a line

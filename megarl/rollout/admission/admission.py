@@ -314,7 +314,7 @@ class Admission:
 
         `failed` includes the groups that `batch` already reported as failed, `filtered` those of `replaced`. `reused`:
         the number of groups that were trained again, which settles none. `trained_groups`: the new groups that were
-        trained, which alone may be used again; they must be told if groups may be. `ended`: the ids of the new groups
+        trained, which alone may be used again; they must be given if groups may be. `ended`: the ids of the new groups
         by the name of their number, which must be exactly those that the step has taken; None: they are not compared.
         """
         if step not in self._taken:

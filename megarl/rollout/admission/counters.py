@@ -77,7 +77,7 @@ def check_uses(
 ) -> list[int]:
     """Check the trained groups, and how many were trained again; return the ids of the new ones that were trained.
 
-    None of them if they were not told, which they must be if groups may be used again (`may_reuse`).
+    None of them if they were not given, which they must be if groups may be used again (`may_reuse`).
     """
     if reused != len(taken.reused):
         raise ValueError(f"step {step} took {len(taken.reused)} groups to train them again, not {reused}")
@@ -96,11 +96,11 @@ def check_uses(
 def check_ends(step: int, taken: Taken, numbers: Mapping[str, int], ended: Mapping[str, Sequence[int]]) -> None:
     """Check that `ended` names each group that the step has taken once, in agreement with the numbers."""
     counted = {name: len(groups) for name, groups in ended.items()}
-    told = sorted(group for groups in ended.values() for group in groups)
+    reported = sorted(group for groups in ended.values() for group in groups)
     known = sorted([*taken.ok, *taken.failed, *taken.replaced])
-    if told != known:
-        unknown, missing = sorted(set(told) - set(known)), sorted(set(known) - set(told))
-        raise ValueError(f"step {step} was committed with groups {told}: not taken: {unknown}, missing: {missing}")
+    if reported != known:
+        unknown, missing = sorted(set(reported) - set(known)), sorted(set(known) - set(reported))
+        raise ValueError(f"step {step} was committed with groups {reported}: not taken: {unknown}, missing: {missing}")
     wrong = set(taken.failed) - set(ended["failed"]) | set(taken.replaced) - set(ended["filtered"])
     if counted != dict(numbers) or wrong:
         raise ValueError(

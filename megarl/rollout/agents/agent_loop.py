@@ -134,11 +134,11 @@ class AgentContext:
             return
         most, turns = self._toolbox.max_model_len, self._toolbox.bounds.max_turns or LOOP_TURNS
         if most is not None and len(token_ids) >= most:
-            told = f"the prompt of request {self._requests} of sample {self.group_id}:{self.sample_index} has"
-            raise TrajectoryFull(f"{told} {len(token_ids)} tokens; with one of a response it may have {most}")
+            message = f"the prompt of request {self._requests} of sample {self.group_id}:{self.sample_index} has"
+            raise TrajectoryFull(f"{message} {len(token_ids)} tokens; with one of a response it may have {most}")
         if self._requests >= turns:
-            told = f"sample {self.group_id}:{self.sample_index} has made {turns} requests"
-            raise TrajectoryFull(f"{told}, and may make no more (agent.max_turns)")
+            message = f"sample {self.group_id}:{self.sample_index} has made {turns} requests"
+            raise TrajectoryFull(f"{message}, and may make no more (agent.max_turns)")
 
     def _note_turn(self, turn: int, result: GenerateResult, begin: float) -> None:
         end = time.monotonic()

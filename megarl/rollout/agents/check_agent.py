@@ -39,8 +39,8 @@ def try_agent(config: Config) -> tuple[list[str], dict[str, list[dict[str, Any]]
     try:
         find_loop(config.agent)
     except ValueError as error:
-        told = str(error)
-        problems.append(told if told.startswith("agent.") else f"agent.loop: {told}")
+        message = str(error)
+        problems.append(message if message.startswith("agent.") else f"agent.loop: {message}")
     made: list[tuple[ToolConfig, Tool]] = []
     try:
         sets = all_sets(config)

@@ -122,7 +122,7 @@ class ResponsesSoFar:
         return sum(part.finish_reason is not None for part in parts.values())
 
     def add_last(self, parts: Mapping[str, ResponsePart]) -> int:
-        """Append the last tokens of requests that a replica was told to end, as `add`.
+        """Append the last tokens of requests that a replica was asked to end, as `add`.
 
         Those that it stopped have not ended: they can go on elsewhere, or be cut.
         """

@@ -11,7 +11,7 @@ from typing import Any
 from megarl.common.process.memory_tuning import begin_start, end_start
 from megarl.common.trust.secret_references import resolved
 from megarl.config.checks.engine import RESERVED
-from megarl.config.derived.staleness import evaluates_beside_training
+from megarl.config.derived.staleness import evaluates_alongside_training
 from megarl.config.schema import CPU_KV_CACHE_GIB, Config, RolloutConfig
 from megarl.models.hf.model_files import hf_files, megatron_step
 
@@ -94,7 +94,7 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         # On Hopper and Blackwell vLLM 0.32 (config/vllm.py:171) fuses all-reduce and norm by FlashInfer, which without
         # its built kernels downloads and compiles them at the start: minutes, or an error without internet.
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
-    if evaluates_beside_training(config):
+    if evaluates_alongside_training(config):
         arguments["scheduling_policy"] = "priority"
     if rollout.share_gpus:
         arguments |= {"enable_sleep_mode": True} if cuda else {"worker_cls": SLEEPING_CPU_WORKER}

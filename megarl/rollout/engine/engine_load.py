@@ -50,7 +50,7 @@ class EngineMonitor:
         heard: Callable[[float, EngineLoad], object] = lambda now, load: None,
     ) -> None:
         """`heard`: gets the time and the load of each step."""
-        self._now, self._told = now, heard
+        self._now, self._reported = now, heard
         self.latest = EngineLoad()  # of the last step
         self._peak = EngineLoad()
         self._heard = now()
@@ -64,7 +64,7 @@ class EngineMonitor:
                 scheduler_stats.kv_cache_usage, scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
             )
             self._peak |= self.latest
-            self._told(self._heard, self.latest)
+            self._reported(self._heard, self.latest)
 
     def log_engine_initialized(self) -> None:
         """Do nothing: vLLM calls this once."""

@@ -80,7 +80,7 @@ class RequestTimes:
     def parts(self, name: str, *, ended: bool) -> tuple[float, float]:
         """Return the seconds for which a request waited in the engine's queue, and those of its prefill, so far.
 
-        As long as the engine has not told of it, it waits. If it has `ended` so, nothing is known: both are 0.
+        As long as the engine has not reported it, it waits. If it has `ended` so, nothing is known: both are 0.
         """
         times = self._open.get(name)
         if times is None or (ended and times.scheduled is None):
@@ -96,12 +96,12 @@ class RequestTimes:
         processor: Any = engine.output_processor
         before = processor._update_stats_from_output
 
-        def told(state: RequestState, output: EngineCoreOutput, at: float | None, stats: object) -> None:
+        def observed(state: RequestState, output: EngineCoreOutput, at: float | None, stats: object) -> None:
             if output.events:
                 self.hear(state.external_req_id, output, at)
             before(state, output, at, stats)
 
-        processor._update_stats_from_output = told
+        processor._update_stats_from_output = observed
 
 
 # Decides whether a replica's engine may generate with the weights that it holds. Pure.

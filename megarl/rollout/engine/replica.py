@@ -1,7 +1,7 @@
 """EngineReplica: one vLLM engine inside an async Ray actor. Token ids in; token ids, log-probs and versions out.
 
 It handles no text, groups or rewards. Every engine failure is raised as `ReplicaFailed` with this replica's index. A
-replica whose engine is dead or did not start, or that was told to `fail`, refuses every later call, so that an engine
+replica whose engine is dead or did not start, or that was asked to `fail`, refuses every later call, so that an engine
 with partly updated weights never serves.
 """
 

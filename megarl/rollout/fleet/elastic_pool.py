@@ -90,7 +90,7 @@ class ElasticPool:
         self._growth: asyncio.Task[None] | None = None
         self._reserving = asyncio.Lock()  # a free place is given once: from a look at them until it is reserved
         self._look: asyncio.Future[int] | None = None
-        self._told_missing = 0
+        self._reported_missing = 0
         self._failures = 0  # in a row, of engines in the place of missing ones
         self._look_at = 0.0  # when places for missing ones are looked for again
         self._has_trainer = False
@@ -187,13 +187,13 @@ class ElasticPool:
     async def tend(self) -> None:
         """Start engines in the place of missing ones if Ray has room again. Call it now and then; it does not wait."""
         table = self._fleet.table
-        if table.missing > self._told_missing:
+        if table.missing > self._reported_missing:
             self._failures, self._look_at = 0, 0.0
             self._notify(
                 f"the pool goes on with {len(table.members)} engines; {table.missing} that were lost are started "
                 "again as soon as there is room"
             )
-        self._told_missing = table.missing
+        self._reported_missing = table.missing
         now = time.monotonic()
         growing = self._growth is not None and not self._growth.done()
         if table.missing and not growing and now >= self._look_at and self._failures < MOST_FAILURES:
@@ -212,7 +212,7 @@ class ElasticPool:
         ends = await asyncio.gather(*(self._start_one(index) for index in indices))
         started = sum(end is None for end in ends)
         table.missing -= started
-        self._told_missing = table.missing
+        self._reported_missing = table.missing
         failed = [str(end) for end in ends if end is not None and not isinstance(end, NoPlace)]
         self._failures = self._failures + 1 if failed else 0
         if started:

@@ -120,7 +120,7 @@ class EnginePool:
         return str(next(reversed(lost.values())))
 
     def expect_publication(self, publishes: bool) -> None:
-        """Record whether a trainer publishes as soon as it is told that it must (`needs_publication`).
+        """Record whether a trainer publishes as soon as it hears that it must (`needs_publication`).
 
         Responses whose last replica is lost then wait for that, instead of ending the run.
         """
@@ -172,7 +172,7 @@ class EnginePool:
         """Record that a weight sync is about to begin, which replaces the replicas that its failure leaves unusable.
 
         A lost replica may be sound: its report was late, or the network was cut. If it can drop its requests, it serves
-        again after the sync. Else it is told to refuse the sync, so that it is replaced, unless a failed sync ends the
+        again after the sync. Else it is asked to refuse the sync, so that it is replaced, unless a failed sync ends the
         run (`weight_sync.restarts` is 0): it then takes part, and serves no more.
         """
         self.table.begin_sync()

@@ -86,8 +86,8 @@ class ExternalNews:
 class _Open(dict[str, ResponsePart]):
     """A request, and by its name the tokens so far. `tell`: called with it when it has more.
 
-    `until`: by `time.monotonic`; `told`: tokens that were in earlier news; `end`: without the tokens; `waits`: it has
-    news that no call has taken.
+    `until`: by `time.monotonic`; `reported`: tokens that were in earlier news; `end`: without the tokens; `waits`: it
+    has news that no call has taken.
     """
 
     size = 64  # of its news, as they are on average
@@ -96,14 +96,14 @@ class _Open(dict[str, ResponsePart]):
         self.name = request.request.request_id
         super().__init__({self.name: request.so_far})
         self.request, self._tell = request, tell
-        self.until, self.told, self.waits = now + request.timeout_s, len(request.so_far.response_ids), False
+        self.until, self.reported, self.waits = now + request.timeout_s, len(request.so_far.response_ids), False
         self.deadline = None if request.deadline is None else request.deadline.received(now)
         self.end: ExternalNews | None = None
         self.task: asyncio.Task[None] | None = None
 
     def __setitem__(self, name: str, part: ResponsePart) -> None:
         super().__setitem__(name, part)
-        # The end is told with the result, which also says why a response was given up.
+        # The end is reported with the result, which also says why a response was given up.
         if part.finish_reason is None and part.response_ids:
             self._tell(self)
 
@@ -207,8 +207,8 @@ class ExternalRequests:
     def _news(self, opened: _Open) -> ExternalNews:
         """Return what is new of a request; one that has ended is forgotten."""
         opened.waits = False
-        part, known = opened.part, opened.told
-        opened.told = len(part.response_ids)
+        part, known = opened.part, opened.reported
+        opened.reported = len(part.response_ids)
         new = tokens_from(part, known)
         if opened.end is None:
             return ExternalNews(opened.name, new)

@@ -340,9 +340,11 @@ class BatchSource:
                 problem = failure
             # All ranks get here. torchrun ends the others when the first one exits, so wait until all have written.
             incomplete = self._peers.any(problem is not None)
-            told = f"the batch could not be kept in {directory}: {problem or 'another rank failed to write its share'}"
-            told = told if incomplete else f"the batch is kept in {directory}"
-            kept = type(error)(f"step {batch.step}: {error}; {told}")
+            message = (
+                f"the batch could not be kept in {directory}: {problem or 'another rank failed to write its share'}"
+            )
+            message = message if incomplete else f"the batch is kept in {directory}"
+            kept = type(error)(f"step {batch.step}: {error}; {message}")
             kept.updates = error.updates
             raise kept from error
 

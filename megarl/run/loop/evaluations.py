@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megarl.config.derived.staleness import evaluates_beside_training
+from megarl.config.derived.staleness import evaluates_alongside_training
 from megarl.config.schema import Config
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
@@ -27,7 +27,7 @@ class Evaluations:
     def __init__(self, config: Config, pool: RolloutClient, recorder: Recorder, stopped: Callable[[], bool]) -> None:
         """`stopped`: says on rank 0 whether the run was asked to stop; an evaluation that is waited for then ends."""
         self._config, self._pool, self._recorder, self._stopped = config, pool, recorder, stopped
-        self._beside_training = evaluates_beside_training(config)
+        self._alongside_training = evaluates_alongside_training(config)
         self._running: dict[str, tuple[int, int]] = {}  # label -> steps done, version; on rank 0
         self._began: dict[str, float] = {}  # label -> when it began alongside training
         # A stop request has ended an evaluation: the run stops, also if it is withdrawn. The same on every rank.
@@ -45,7 +45,7 @@ class Evaluations:
             return True
         if (needed := self.finish(steps_done)) is not None:
             return needed
-        if self._beside_training and 0 < steps_done < self._config.run.steps:
+        if self._alongside_training and 0 < steps_done < self._config.run.steps:
             self._running[label] = (steps_done, version)
             self._began[label] = time.monotonic()
             self._pool.start_evaluation(version, label)
@@ -97,7 +97,7 @@ class Evaluations:
 
         If the weights must be published first, because no replica is left, return that; call it again afterwards.
         """
-        if not self._beside_training:
+        if not self._alongside_training:
             return None
         with self._recorder.phase("eval"):
             finished = self._pool.finish_evaluations()

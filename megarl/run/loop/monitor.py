@@ -123,8 +123,8 @@ class RunMonitor:
         found = self._readings(plan, measured)[0]
         self._judge([each for each in found if self._action(each) in _BEFORE])
         for action, error in (("stop", AlarmStopsRun), ("skip", AlarmSkipsStep)):
-            if told := [alarm.text for alarm in self._alarms if alarm.rule.action == action]:
-                raise error("; ".join(told))
+            if reported := [alarm.text for alarm in self._alarms if alarm.rule.action == action]:
+                raise error("; ".join(reported))
 
     def act(self, version: int) -> bool:
         """Judge the other rules, and do what the alarms ask for; return whether to publish the weights at once.

@@ -196,7 +196,7 @@ class RankWatch:
         self._silences = Silences(clock)
         self._suspects: list[SilentRank] = []  # by this rank
         self._found: SilentRank | None = None  # by this rank
-        self._told: SilentRank | None = None  # by another one
+        self._reported: SilentRank | None = None  # by another one
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._complaints = RateLimit(COMPLAIN_S)
@@ -233,8 +233,8 @@ class RankWatch:
         names = [name(rank) for rank in self._watched for name in (alive, busy)]
         texts = board.read([SUSPECTS, SILENT, *names])
         self._signs = {rank: (texts[alive(rank)], texts[busy(rank)]) for rank in self._watched}
-        for told in decode(texts[SILENT]):
-            self._told = told if self._found is None else None
+        for reported in decode(texts[SILENT]):
+            self._reported = reported if self._found is None else None
         for suspect in {each.rank: each for each in [*decode(texts[SUSPECTS]), *self._suspects]}.values():
             if suspect.last.host == platform.node() and state_of(suspect.last.process) in COMPUTES:
                 board.post(busy(suspect.rank), f"{self._rank}/{self._beat}")
@@ -267,8 +267,8 @@ class RankWatch:
 
     def _keep_watching(self) -> None:
         while not self._closed.wait(INTERVAL_S):
-            if self._told is not None:
-                self._end(self._told)
+            if self._reported is not None:
+                self._end(self._reported)
                 return
             if (silent := self.silent()) is not None:
                 self._report(SilentRankError(silent.describe()))

@@ -64,8 +64,8 @@ def nothing_trained(plan: StepPlan) -> str:
         "failed": outcome.failed,
         "too old (admission.max_staleness)": outcome.dropped_stale,
     }
-    told = ", ".join(f"{count} {end}" for end, count in ends.items() if count)
-    return f"nothing was trained: of {sum(ends.values())} groups {told or 'none was there'}"
+    listed = ", ".join(f"{count} {end}" for end, count in ends.items() if count)
+    return f"nothing was trained: of {sum(ends.values())} groups {listed or 'none was there'}"
 
 
 def _staleness(metrics: StepMetrics, plan: StepPlan) -> None:

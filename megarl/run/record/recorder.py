@@ -318,7 +318,7 @@ class Recorder:
         if began is not None and self._peers.is_first:
             events.record(
                 "evaluation", began, time.monotonic(), step=steps_done, version=version,
-                args={"label": label, "beside_training": int(written_at is not None)},
+                args={"label": label, "alongside_training": int(written_at is not None)},
             )  # fmt: skip
         first = reports[0]
         self.summary.evaluation(label, first.greedy.mean.value, first.sampled.mean.value, first.n, first.reward_errors)

@@ -73,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         plan = make_plan(config)
         _check_launch(plan.pools.nodes, config.trainer.gpus, config.run_dir)
-        if not restarted and (told := already_finished(config)) is not None:
+        if not restarted and (message := already_finished(config)) is not None:
             if rank == 0:
-                sys.stderr.write(f"megarl: {told}\n")
+                sys.stderr.write(f"megarl: {message}\n")
             return
         if rank == 0 and not restarted:
             check_endpoint(config.telemetry)

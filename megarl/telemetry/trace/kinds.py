@@ -89,7 +89,7 @@ _TRAINER = [
     ),
     EventKind(
         "evaluation", "rare", "span", "evaluation", "An evaluation, from its beginning to its report.",
-        (("label", "Name of its response file."), ("beside_training", "1 if training went on meanwhile.")),
+        (("label", "Name of its response file."), ("alongside_training", "1 if training went on meanwhile.")),
     ),
     EventKind(
         "rolled_back", "rare", "mark", "train",

@@ -225,14 +225,14 @@ class TrainerEnd:
             yield
         self._passed += 1
         buffer, files = self._buffers[index], list[int]()
-        told: dict[str, Any] = {"buffer": index, "nbytes": content_B.numel()}
+        sent: dict[str, Any] = {"buffer": index, "nbytes": content_B.numel()}
         if buffer is None or buffer.content_B.numel() < content_B.numel():
             buffer = self._buffers[index] = _Shared.new(content_B.numel(), tensor.device)
-            told["handle"], files = buffer.export()
+            sent["handle"], files = buffer.export()
         buffer.content_B[: content_B.numel()].copy_(content_B)
         _synchronize(tensor.device)
         for number, channel in enumerate(self._channels):
-            socket.send_fds(channel, [json.dumps(told).encode()], files)
+            socket.send_fds(channel, [json.dumps(sent).encode()], files)
             self._reading[index].add(number)
 
     def _take_answers(self) -> None:
@@ -276,15 +276,15 @@ class WorkerEnd:
     def _steps(self, tensor: torch.Tensor) -> Iterator[None]:
         while (message := _receive(self._channel)) is None:
             yield
-        told, files = message
-        if "handle" in told:
-            self._buffers[told["buffer"]] = _Shared.opened(told["handle"], files, tensor.device)
+        sent, files = message
+        if "handle" in sent:
+            self._buffers[sent["buffer"]] = _Shared.opened(sent["handle"], files, tensor.device)
         target_B = tensor.reshape(-1).view(torch.uint8)
-        if told["nbytes"] != target_B.numel():
-            raise RuntimeError(f"a trainer rank has passed {told['nbytes']} bytes on, not {target_B.numel()}")
-        target_B.copy_(self._buffers[told["buffer"]].content_B[: target_B.numel()])
+        if sent["nbytes"] != target_B.numel():
+            raise RuntimeError(f"a trainer rank has passed {sent['nbytes']} bytes on, not {target_B.numel()}")
+        target_B.copy_(self._buffers[sent["buffer"]].content_B[: target_B.numel()])
         _synchronize(tensor.device)
-        self._channel.send(json.dumps({"free": told["buffer"]}).encode())
+        self._channel.send(json.dumps({"free": sent["buffer"]}).encode())
 
     def abort(self) -> None:
         """End all operations that are running."""

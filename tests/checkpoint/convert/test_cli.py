@@ -167,7 +167,7 @@ def test_a_flipped_byte_is_found(name: str, imported: Callable[[str], Path], tmp
 
 
 def test_a_checkpoint_without_a_manifest(imported: Callable[[str], Path], tmp_path: Path) -> None:
-    """Megatron-LM writes none. There is nothing to check then, and a user who asks for the check is told so."""
+    """Megatron-LM writes none. There is nothing to check then, and a user who asks for the check learns it."""
     shutil.copytree(imported("qwen3"), tmp_path / "m")
     (tmp_path / "m/release/manifest.json").unlink()
     assert convert("verify", tmp_path / "m", imported("qwen3")).count("files match its manifest") == 1

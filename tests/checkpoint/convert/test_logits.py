@@ -81,7 +81,7 @@ def test_other_vocabularies(model_dir: Callable[[str], Path], tmp_path: Path) ->
 
 
 def test_fp32_is_not_tf32(model_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformer Engine multiplies fp32 as TF32 on GPUs, unless cuBLAS is told otherwise before it is loaded."""
+    """Transformer Engine multiplies fp32 as TF32 on GPUs, unless a variable says otherwise before it is loaded."""
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     monkeypatch.setattr(logits, "logprobs", lambda path, ids: [torch.zeros(len(each), 2) for each in ids])
     logits.agreement(model_dir("qwen3"), model_dir("qwen3"), ["a"])

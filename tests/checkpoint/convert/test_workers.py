@@ -1,4 +1,4 @@
-"""The converter's worker processes: one that hangs is told although others go on."""
+"""The converter's worker processes: one that hangs is reported although others go on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def hang_in_one(number: int, report: ReportBytes) -> None:
     report(1)
 
 
-def test_a_worker_that_hangs_is_told_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_hangs_is_reported_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_SILENCE_S", 3.0)
     done: list[int] = []
     with pytest.raises(ConversionError, match=f"unit {HANGS} has made no progress for 3 s.*--resume"):

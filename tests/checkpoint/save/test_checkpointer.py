@@ -220,7 +220,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_the_best_checkpoint_stays_beside_the_newest(
+def test_the_best_checkpoint_stays_alongside_the_newest(
     world: Callable[[int], World],
     model_dir: Callable[[str], Path],
     samples_of: Callable[[str], list[TrainSample]],

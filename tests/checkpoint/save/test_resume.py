@@ -64,7 +64,7 @@ def test_a_path_may_be_a_checkpoint_or_a_directory_of_them(directory: Checkpoint
         candidates(directory, str(aside))
 
 
-def test_another_model_or_tokenizer_contradicts_and_the_rest_is_only_told() -> None:
+def test_another_model_or_tokenizer_contradicts_and_the_rest_is_only_reported() -> None:
     saved = {"model": {"hidden": 64, "rope": [1.0]}, "tokenizer": "a", "prompts": "p"}
     assert contradictions(saved, json.loads(json.dumps(saved))) == []
     assert contradictions(saved, {**saved, "model": {"hidden": 64, "rope": (1.0,)}}) == []
@@ -83,7 +83,7 @@ def test_another_model_or_tokenizer_contradicts_and_the_rest_is_only_told() -> N
     assert changes(before, after) == ["trainer.optimizer.lr: 0.001 -> 0.0005"]
 
 
-def test_of_another_model_few_differences_are_told() -> None:
+def test_of_another_model_few_differences_are_reported() -> None:
     saved = {"model": {"hidden": 64, "ffn": 96, "heads": 4, "raw": {"a": 1}}, "tokenizer": "a", "prompts": "p"}
     other = {**saved, "model": {"hidden": 128, "ffn": 192, "heads": 8, "raw": {"a": 2, "b": [0] * 500}}}
     [problem] = contradictions(saved, other)

@@ -44,14 +44,14 @@ def test_the_best_is_the_earliest_of_equals() -> None:
 
 def retention_of(directory: CheckpointDirectory, **settings: Any) -> tuple[CheckpointRetention, list[str]]:
     """Return a retention that keeps the newest and the best checkpoint, and what it reports."""
-    told: list[str] = []
+    reported: list[str] = []
     chosen = CheckpointConfig(**{"keep_last": 1, "keep_best": "eval/held/greedy"} | settings)
-    return CheckpointRetention(directory, chosen, told.append), told
+    return CheckpointRetention(directory, chosen, reported.append), reported
 
 
 def test_a_value_that_comes_after_the_save_is_compared(directory: CheckpointDirectory) -> None:
     """The better of two stays when later ones come; the manifest, and so the checkpoint, is as it was."""
-    retention, told = retention_of(directory)
+    retention, reported = retention_of(directory)
     for step, value in ((2, 0.5), (4, 0.7), (6, 0.6)):
         make_checkpoint(directory, step)
         retention.apply(step)
@@ -59,7 +59,7 @@ def test_a_value_that_comes_after_the_save_is_compared(directory: CheckpointDire
         assert directory.metrics(step) == {"eval/held/greedy": value} and verify(directory.path(step)) == []
     assert directory.steps() == [4, 6]
     retention.evaluated(6, {"eval/held/greedy": 0.8})
-    assert directory.steps() == [6] and told == [], "no later save is needed to find what is not the best any more"
+    assert directory.steps() == [6] and reported == [], "no later save is needed to find what is not the best any more"
 
 
 def test_metrics_that_the_checkpoint_has_are_not_written_again(directory: CheckpointDirectory) -> None:
@@ -82,16 +82,16 @@ def test_without_keep_best_a_late_evaluation_deletes_nothing(directory: Checkpoi
 def test_a_value_that_cannot_be_written_or_read_costs_only_the_comparison(
     directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    retention, told = retention_of(directory)
+    retention, reported = retention_of(directory)
     make_checkpoint(directory, 2)
     with monkeypatch.context() as patched:
         patched.setattr(directory, "add_metrics", lambda step, metrics: (_ for _ in ()).throw(OSError("disk is full")))
         retention.evaluated(2, {"eval/held/greedy": 0.5})
-    assert told == ["the evaluation of step 2 could not be added to its checkpoint: disk is full"]
+    assert reported == ["the evaluation of step 2 could not be added to its checkpoint: disk is full"]
     (directory.path(2) / EVALUATION_FILE).write_text("{")
     make_checkpoint(directory, 4)
     retention.apply(4)
-    assert f"the metrics of {directory.path(2)} cannot be read: " in told[1] and directory.steps() == [4]
+    assert f"the metrics of {directory.path(2)} cannot be read: " in reported[1] and directory.steps() == [4]
 
 
 @pytest.mark.parametrize("damaged", ["[]", "null", '{"eval/held/greedy": [0.9]}', '{"eval/held/greedy": "high"}'])
@@ -99,21 +99,23 @@ def test_an_evaluation_of_another_form_fails_no_save_and_is_replaced(
     directory: CheckpointDirectory, damaged: str
 ) -> None:
     """The manifest does not list the file, so nothing else finds what has become of it."""
-    retention, told = retention_of(directory)
+    retention, reported = retention_of(directory)
     for step in (2, 4):
         (make_checkpoint(directory, step) / EVALUATION_FILE).write_text(damaged)
     retention.apply(4)
-    assert directory.steps() == [4] and f"the metrics of {directory.path(2)} cannot be read: " in told[0]
+    assert directory.steps() == [4] and f"the metrics of {directory.path(2)} cannot be read: " in reported[0]
     retention.evaluated(4, {"eval/held/greedy": 0.5})
     assert directory.metrics(4) == {"eval/held/greedy": 0.5} and verify(directory.path(4)) == []
 
 
 def test_the_evaluation_of_a_checkpoint_that_was_removed_is_reported(directory: CheckpointDirectory) -> None:
     """Somebody has removed it by hand while the run evaluated."""
-    retention, told = retention_of(directory)
+    retention, reported = retention_of(directory)
     for step in (2, 4):
         make_checkpoint(directory, step)
     directory.delete(4)
     retention.evaluated(4, {"eval/held/greedy": 0.5})
-    assert len(told) == 1 and told[0].startswith("the evaluation of step 4 could not be added to its checkpoint: ")
+    assert len(reported) == 1 and reported[0].startswith(
+        "the evaluation of step 4 could not be added to its checkpoint: "
+    )
     assert directory.steps() == [2] and not directory.path(4).exists()

@@ -66,13 +66,13 @@ def test_two_nodes_of_a_torchrun_whose_store_is_closed_and_of_one_that_is_open(
         for process in processes:
             process.kill()
     codes = [process.returncode for process in processes]
-    told, report = ("".join(each) for each in zip(*outputs, strict=True))
+    reported, report = ("".join(each) for each in zip(*outputs, strict=True))
     if backend == "megarl":
         assert codes == [0, 0], outputs
-        assert "2 processes on 2 nodes: node-" in told and (tmp_path / "secret").exists()
-        assert "broadcast from node 1" in told and "the nodes can run together" in told
+        assert "2 processes on 2 nodes: node-" in reported and (tmp_path / "secret").exists()
+        assert "broadcast from node 1" in reported and "the nodes can run together" in reported
     else:
-        assert 0 not in codes and not told, outputs
+        assert 0 not in codes and not reported, outputs
         assert "run code as you (SECURITY.md)" in report and "torchrun --rdzv-backend megarl" in report
 
 
@@ -118,7 +118,7 @@ def test_an_unknown_interface_is_a_mistake_of_the_user(
     assert "--interface: this node has no 'nope0'" in error and "lo" in error
 
 
-def test_a_hanging_probe_is_ended_and_its_stage_told() -> None:
+def test_a_hanging_probe_is_ended_and_its_stage_reported() -> None:
     code = 'print(\'{"stage": "all-reduce"}\', flush=True); import time; time.sleep(600)'
     outcome = run_probe([sys.executable, "-c", code], environment(), 5.0)
     assert outcome == Outcome({}, "all-reduce: no end within 5 s")

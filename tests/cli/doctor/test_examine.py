@@ -75,20 +75,22 @@ def test_doctor_fails_where_the_config_needs_the_sandbox(
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reported"),
     [
         (["--installation", "--config", "x.yaml"], "leave one out"),
         (["reward.function=code"], "name it with --config"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
-def test_a_config_that_doctor_cannot_look_at(given: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_doctor_cannot_look_at(
+    given: list[str], reported: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.main(["doctor", *given]) == 2
-    assert told in capsys.readouterr().err
+    assert reported in capsys.readouterr().err
 
 
 def test_the_gpu_stack_on_a_login_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is compared with its own lock, and the user is not told to install the CPU stack over it."""
+    """It is compared with its own lock, and the user is not advised to install the CPU stack over it."""
     import torch
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -20,16 +20,16 @@ def part(code: str) -> Part:
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "reported"),
     [
         ("import no_such_module", "No module named 'no_such_module'"),
         ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
         ("import sys; sys.exit(3)", "no output"),
     ],
 )
-def test_a_failed_import_is_one_finding(code: str, told: str) -> None:
+def test_a_failed_import_is_one_finding(code: str, reported: str) -> None:
     (finding,) = import_findings(False, [part(code)])
-    assert finding.level == "fail" and told in finding.detail and finding.fix == "do this"
+    assert finding.level == "fail" and reported in finding.detail and finding.fix == "do this"
 
 
 def test_a_hanging_import_is_bounded() -> None:
@@ -62,7 +62,9 @@ def test_transformer_engine_that_is_not_installed_is_a_warning_on_cuda_only() ->
 @pytest.mark.parametrize(
     ("loaded", "warned"), [(["/a/libcudnn.so.9"], False), (["/a/libcudnn.so.9", "/b/libcudnn.so.9"], True)]
 )
-def test_two_cudnns_are_told(loaded: list[str], warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_cudnns_are_reported(
+    loaded: list[str], warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -40,7 +40,7 @@ def test_two_owners_of_a_file_are_named(tmp_path: Path, second: str | None, leve
 
 
 @pytest.mark.parametrize(
-    ("versions", "nvcc", "level", "told"),
+    ("versions", "nvcc", "level", "reported"),
     [
         ({}, True, "ok", "does without it"),
         ({"flashinfer-cubin": "0.7", "flashinfer-jit-cache": "0.7+cu130"}, True, "ok", "precompiled"),
@@ -51,14 +51,14 @@ def test_two_owners_of_a_file_are_named(tmp_path: Path, second: str | None, leve
     ],
 )
 def test_kernels(
-    versions: dict[str, str], nvcc: bool, level: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    versions: dict[str, str], nvcc: bool, level: str, reported: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "bin").mkdir()
     if nvcc:
         (tmp_path / "bin" / "nvcc").touch()
-    library = {} if told == "does without it" else {"flashinfer-python": "0.7"}
+    library = {} if reported == "does without it" else {"flashinfer-python": "0.7"}
     monkeypatch.setattr(packages, "installed_version", {**library, **versions}.get)
     monkeypatch.setattr(packages.shutil, "which", lambda name, path=None: "/usr/bin/ninja" if name == "ninja" else None)
     finding = packages.kernel_finding({"CUDA_HOME": str(tmp_path)})
-    assert (finding.level, told in finding.detail) == (level, True), finding
+    assert (finding.level, reported in finding.detail) == (level, True), finding
     assert bool(finding.fix) == (level != "ok")

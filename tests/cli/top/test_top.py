@@ -173,10 +173,14 @@ def test_the_titles_of_the_report_s_advisories_are_one_line(run_dir: Path) -> No
 
 
 def test_faults_have_their_outcome_and_the_counts_of_the_metrics(run_dir: Path) -> None:
-    def told(name: str, at_s: int, text: str) -> EventLine:
+    def reported(name: str, at_s: int, text: str) -> EventLine:
         return EventLine(name, at_s * 1_000_000, replica=3, args={"kind": "engine", "text": text})
 
-    events = [told("fault", 1, "replica 3 died"), told("recovery", 5, "it serves again"), told("fault", 9, "gone")]
+    events = [
+        reported("fault", 1, "replica 3 died"),
+        reported("recovery", 5, "it serves again"),
+        reported("fault", 9, "gone"),
+    ]
     write_events(run_dir, "controller", "rare", *events)
     write_rows(run_dir, row(41, **{"groups/failed": 2.0, "total/failed_writes": 5.0}))
     text = "\n".join(shown(RunWatch(run_dir).look(), 160))

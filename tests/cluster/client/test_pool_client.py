@@ -399,7 +399,7 @@ def test_a_controller_that_dies_while_it_takes_over_is_replaced_too(monkeypatch:
 
 
 def test_a_batch_of_a_dead_controller_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ranks read it, while rank 0 has already told the new controller that it has no such batch."""
+    """Other ranks read it, while rank 0 has already reported to the new controller that it has no such batch."""
     old, new = Mortal("old", {"references": False}), Mortal("new")
     client = Mortals(monkeypatch, old, new).trains()
     ready = client.wait_batch(1)

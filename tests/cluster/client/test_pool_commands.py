@@ -99,7 +99,7 @@ def test_the_controller_is_called_and_its_answer_returned(tmp_path: Path, contro
 
 
 @pytest.mark.parametrize(
-    ("fails", "told"),
+    ("fails", "message"),
     [
         (RolloutError("there is no replica 9; there are 0, 1"), "there is no replica 9; there are 0, 1"),
         (PartsLost("the rollout controller and its queue have ended"), "the rollout controller and its queue have"),
@@ -108,34 +108,34 @@ def test_the_controller_is_called_and_its_answer_returned(tmp_path: Path, contro
     ],
 )
 def test_what_cannot_be_done_is_one_message(
-    tmp_path: Path, controller: Controller, fails: Exception, told: str
+    tmp_path: Path, controller: Controller, fails: Exception, message: str
 ) -> None:
     controller.fails = fails
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         ask_pool(write_state(tmp_path), "remove", 9, timeout_s=5, say=said)
     assert controller.connected == [], "the connection is not closed"
 
 
 @pytest.mark.parametrize(
-    ("fails", "told"),
+    ("fails", "message"),
     [
         (PermissionError(13, "Permission denied", "ray_token"), "cannot be reached: .*run it as the user of the run"),
         (RolloutError("process 1 could not connect to Ray"), "could not connect to Ray; run the command on a host of"),
     ],
 )
-def test_a_ray_that_cannot_be_reached_is_told(
-    tmp_path: Path, controller: Controller, monkeypatch: pytest.MonkeyPatch, fails: Exception, told: str
+def test_a_ray_that_cannot_be_reached_is_reported(
+    tmp_path: Path, controller: Controller, monkeypatch: pytest.MonkeyPatch, fails: Exception, message: str
 ) -> None:
     def connect(handle: SupervisorHandle, timeout_s: float) -> None:
         raise fails
 
     monkeypatch.setattr(pool_commands, "connect_ray", connect)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         ask_pool(write_state(tmp_path), "list", say=said)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"process": ProcessId(1, -1)}, r"no run lives in .*: its supervisor \(pid 1\) has ended"),
         ({"state": "starting"}, "engines of .* are still being started"),
@@ -145,10 +145,10 @@ def test_a_ray_that_cannot_be_reached_is_told(
         ({"host": "node-7", "address": "127.0.0.1:6379"}, "run the command on node-7, the only host of the run"),
     ],
 )
-def test_a_run_that_cannot_be_asked_here_is_told_at_once(
-    tmp_path: Path, controller: Controller, changes: dict[str, Any], told: str
+def test_a_run_that_cannot_be_asked_here_is_reported_at_once(
+    tmp_path: Path, controller: Controller, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         ask_pool(write_state(tmp_path, **changes), "list", say=said)
     assert not controller.asked
 

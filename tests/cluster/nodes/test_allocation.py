@@ -39,7 +39,7 @@ def test_what_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("allocation", "told"),
+    ("allocation", "reported"),
     [
         ({"hosts": ("n1",)}, "nodes: the job has 1 (n1), the config needs 3 (2 trainer, 1 rollout); ask for --nodes=3"),
         ({"hosts": (*HOSTS, "n4")}, "the job has 4"),
@@ -49,11 +49,11 @@ def test_what_fits() -> None:
         ({"seconds": 3600}, "launch.time_limit is 02:00:00"),
     ],
 )
-def test_what_does_not(allocation: dict[str, Any], told: str) -> None:
-    assert any(told in problem for problem in problems(**allocation)), problems(**allocation)
+def test_what_does_not(allocation: dict[str, Any], reported: str) -> None:
+    assert any(reported in problem for problem in problems(**allocation)), problems(**allocation)
 
 
-def test_everything_wrong_is_told_at_once() -> None:
+def test_everything_wrong_is_reported_at_once() -> None:
     assert len(problems(hosts=("n1",), gpus=2, seconds=500)) == 4
 
 

@@ -55,17 +55,17 @@ def test_the_shipped_runtime_environment_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("pip: [x]", "may hold `env_vars` only"),
         ("env_vars: {A: 1}", "must be a string; put it in quotes"),
         ("[", "cannot be read"),
     ],
 )
-def test_other_runtime_environments_are_not(tmp_path: Path, text: str, told: str) -> None:
+def test_other_runtime_environments_are_not(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "env.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         user_environment(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         user_environment(tmp_path / "none.yaml")

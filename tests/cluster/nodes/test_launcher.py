@@ -194,9 +194,9 @@ SHARED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize(("given", "told"), [(None, "0,1"), ("4,5,6,7", "4,5")])
+@pytest.mark.parametrize(("given", "message"), [(None, "0,1"), ("4,5,6,7", "4,5")])
 def test_torchrun_sees_the_gpus_of_the_trainer_only_on_every_shared_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: int, given: str | None, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: int, given: str | None, message: str
 ) -> None:
     """Its environment, as a child has it; the agent's own names those that SLURM has given to the whole node."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -211,7 +211,7 @@ def test_torchrun_sees_the_gpus_of_the_trainer_only_on_every_shared_node(
     agent._start_torchrun()
     torchrun = agent._processes.torchrun
     assert torchrun is not None and torchrun.wait(timeout=60) == 0
-    assert seen.read_text() == f"{told}\n"
+    assert seen.read_text() == f"{message}\n"
 
 
 def write_pool_state(job: Job, state: str) -> None:
@@ -241,7 +241,7 @@ def test_only_a_node_with_engines_only_can_be_lost_and_only_while_the_run_goes_o
     assert job.board.failure() == (None if spared else NodeFailure(f"n{index}", "no connection"))
 
 
-def test_a_lost_node_with_engines_only_is_told_once_and_again_when_it_is_back(tmp_path: Path) -> None:
+def test_a_lost_node_with_engines_only_is_reported_once_and_again_when_it_is_back(tmp_path: Path) -> None:
     job = Job(tmp_path, **FOUR)
     write_pool_state(job, "ready")
     agent, silent = agent_of(job), list[tuple[int, NodeRecord | None]]()
@@ -476,5 +476,5 @@ def test_nothing_is_written_into_a_directory_that_is_another_runs(
     assert sorted(path.name for path in job.run_dir.iterdir()) == [CLAIM_FILE, "launch", "logs"]
     assert (job.run_dir / CLAIM_FILE).read_bytes() == msgspec.json.encode(other)
     failure = job.board.failure()
-    told = {"at_the_start": "is in use by torchrun", "later": "taken", "by_another_failure": "no such thing"}
-    assert failure is not None and told[found] in failure.reason
+    message = {"at_the_start": "is in use by torchrun", "later": "taken", "by_another_failure": "no such thing"}
+    assert failure is not None and message[found] in failure.reason

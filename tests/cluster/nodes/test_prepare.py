@@ -57,7 +57,7 @@ FOUR_NODES = {
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"data__path": "none.jsonl"}, "no such file: none.jsonl"),
         ({"trainer__gpus": 3, "trainer__parallel": {"tensor": 2}}, "trainer.gpus"),
@@ -65,17 +65,17 @@ FOUR_NODES = {
     ],
 )
 def test_mistakes_end_before_anything_is_written(
-    model: Path, tmp_path: Path, change: dict[str, Any], told: str
+    model: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     data = write_problems(tmp_path / "prompts.jsonl", 1)
     wrong = config_from_tree(tree(model, data, run__dir=str(tmp_path / "run"), **change))
     with pytest.raises(ConfigError) as caught:
         prepare(wrong, HERE, "1")
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
-def test_every_end_is_told(chosen: Config) -> None:
+def test_every_end_is_reported(chosen: Config) -> None:
     spec = prepare(chosen, HERE, "1")
     run_dir = spec.run_dir
     stopping.write_exit(run_dir, ExitRecord("finished", 4, ""))
@@ -118,7 +118,7 @@ def test_the_exit_record_of_a_run_that_has_taken_the_directory_is_left_alone(cho
     assert (spec.run_dir / CLAIM_FILE).exists()
 
 
-def test_a_run_that_does_no_step_before_its_time_limit_is_not_started_for_ever(chosen: Config) -> None:
+def test_a_run_that_does_no_step_before_its_time_limit_is_not_started_forever(chosen: Config) -> None:
     first = prepare(chosen, HERE, "1")
     stopping.write_exit(first.run_dir, ExitRecord("preempted", 2, "time limit"))
     assert status(first)[0] == "preempted"

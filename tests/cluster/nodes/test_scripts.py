@@ -209,16 +209,18 @@ def test_several_nodes_are_not_run_on_this_machine(
     assert "needs 8 nodes: use --scheduler slurm" in capsys.readouterr().err
 
 
-def test_absent_files_are_told_before_sbatch_and_then_that_it_is_not_there(
+def test_absent_files_are_reported_before_sbatch_and_then_that_it_is_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PATH", str(tmp_path))
     arguments = ["launch", "--config", "examples/rl/configs/qwen3_8b_gsm8k_8.yaml", "--scheduler", "slurm"]
     assert main.main([*arguments, f"run.dir={tmp_path / 'run'}"]) == 2
-    told = capsys.readouterr().err
-    absent = [line.partition(":")[0].strip(" -") for line in told.splitlines()[1:]]
-    assert absent == ["model.path", "data.path", "evaluation.sets.0.path"] and "--no-files if only the nodes" in told
+    reported = capsys.readouterr().err
+    absent = [line.partition(":")[0].strip(" -") for line in reported.splitlines()[1:]]
+    assert (
+        absent == ["model.path", "data.path", "evaluation.sets.0.path"] and "--no-files if only the nodes" in reported
+    )
     assert not (tmp_path / "run").exists()
     assert main.main([*arguments, "--no-files", f"run.dir={tmp_path / 'run'}"]) == 2
     assert "sbatch is not on this machine" in capsys.readouterr().err

@@ -41,7 +41,7 @@ class Stage:
     now: float = 1000.0
     ports: list[int] = field(default_factory=list)
     killed: int = 0
-    told: list[str] = field(default_factory=list)
+    reported: list[str] = field(default_factory=list)
 
     def create(self, spec: GatewaySpec, *, own_head: bool) -> Any:
         self.ports.append(spec.port)
@@ -70,7 +70,7 @@ def keeper_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> GatewayKeeper:
     for name in ("wait", "get", "kill"):
         monkeypatch.setattr(ray, name, getattr(stage, name))
     spec: Any = GatewaySpec(pool=None, controller="controller")  # type: ignore[arg-type]
-    keeper = GatewayKeeper(spec, own_head=True, bound_s=BOUND_S, start_s=BOUND_S, say=stage.told.append)
+    keeper = GatewayKeeper(spec, own_head=True, bound_s=BOUND_S, start_s=BOUND_S, say=stage.reported.append)
     keeper.opened(keeper.open().answer)  # type: ignore[attr-defined]
     return keeper
 
@@ -88,7 +88,7 @@ ALIVE = "alive"
 def test_a_living_gateway_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage([(UP, ALIVE)])
     look(keeper_on(stage, monkeypatch), stage, 100)
-    assert (stage.killed, stage.told, stage.ports) == (0, [], [0])
+    assert (stage.killed, stage.reported, stage.ports) == (0, [], [0])
 
 
 def test_a_dead_gateway_is_replaced_at_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,9 @@ def test_a_dead_gateway_is_replaced_at_its_port(monkeypatch: pytest.MonkeyPatch)
     look(keeper, stage, 20)
     assert stage.ports == [0, 77] and stage.killed == 1
     assert (
-        "has died (killed)" in stage.told[0] and "open again at http://h:77" in stage.told[1] and len(stage.told) == 2
+        "has died (killed)" in stage.reported[0]
+        and "open again at http://h:77" in stage.reported[1]
+        and len(stage.reported) == 2
     )
 
 
@@ -105,9 +107,9 @@ def test_a_gateway_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPa
     stage = Stage([(UP, None), (UP, ALIVE)])
     keeper = keeper_on(stage, monkeypatch)
     look(keeper, stage, int(BOUND_S / 0.5))
-    assert stage.told == []
+    assert stage.reported == []
     look(keeper, stage, 10)
-    assert "has not answered for 30 s" in stage.told[0] and stage.ports == [0, 77]
+    assert "has not answered for 30 s" in stage.reported[0] and stage.ports == [0, 77]
 
 
 def test_a_gateway_that_cannot_be_opened_is_tried_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +117,7 @@ def test_a_gateway_that_cannot_be_opened_is_tried_ever_more_rarely(monkeypatch: 
     stage = Stage([(UP, RuntimeError("killed")), *[(taken, ALIVE)] * 6, (UP, ALIVE)])
     keeper = keeper_on(stage, monkeypatch)
     look(keeper, stage, 60)
-    assert 2 < len(stage.ports) < 8 and "could not be opened (the port is taken)" in stage.told[1]
+    assert 2 < len(stage.ports) < 8 and "could not be opened (the port is taken)" in stage.reported[1]
     look(keeper, stage, 600)
-    assert len(stage.ports) == 8 and "open again" in stage.told[-1]
+    assert len(stage.ports) == 8 and "open again" in stage.reported[-1]
     assert BEAT_S < BOUND_S

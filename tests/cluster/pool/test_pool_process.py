@@ -126,7 +126,7 @@ def test_a_kept_pool_is_used_again_only_if_it_is_looked_at_after_the_failure(tmp
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"state": "ready"}, None),
         ({"state": "stopping", "error": "the launcher is gone"}, "has ended: the launcher is gone; see"),
@@ -136,11 +136,11 @@ def test_a_kept_pool_is_used_again_only_if_it_is_looked_at_after_the_failure(tmp
     ],
 )
 def test_a_wait_for_the_pool_learns_why_it_has_ended(
-    tmp_path: Path, changes: dict[str, object] | None, told: str | None
+    tmp_path: Path, changes: dict[str, object] | None, message: str | None
 ) -> None:
     if changes is not None:
         launch.write_state(tmp_path, state(ProcessId.own(), **changes))
-    with pytest.raises(PoolEnded, match=told) if told else nullcontext():
+    with pytest.raises(PoolEnded, match=message) if message else nullcontext():
         handle(tmp_path).check()
 
 
@@ -158,7 +158,7 @@ def test_a_state_that_cannot_be_read_does_not_end_a_living_pool(
 
 
 @pytest.mark.parametrize(
-    ("process", "changes", "told"),
+    ("process", "changes", "message"),
     [
         (ProcessId.own(), {"state": "failed", "error": "engine replica 0: no memory"}, "failed: engine replica 0: no"),
         (ProcessId.own(), {"state": "stopping", "error": "SIGTERM", "address": "a:1"}, "is stopping: SIGTERM"),
@@ -166,12 +166,12 @@ def test_a_state_that_cannot_be_read_does_not_end_a_living_pool(
     ],
 )
 def test_a_pool_that_ends_is_not_waited_for(
-    tmp_path: Path, process: ProcessId, changes: dict[str, object], told: str
+    tmp_path: Path, process: ProcessId, changes: dict[str, object], message: str
 ) -> None:
     launch.write_state(tmp_path, state(process, **changes))
-    with pytest.raises(SupervisorFailed, match=told):
+    with pytest.raises(SupervisorFailed, match=message):
         launch.wait_ready(handle(tmp_path), timeout_s=5)
-    with pytest.raises(SupervisorFailed, match=told):
+    with pytest.raises(SupervisorFailed, match=message):
         launch.attach_supervisor(tmp_path, "abc", timeout_s=5)
 
 
@@ -276,16 +276,18 @@ def test_a_run_directory_of_a_dead_run_is_taken_over_with_the_next_attempt(tmp_p
     assert not (tmp_path / launch.STOP_FILE).exists()
 
 
-def test_a_long_wait_for_the_engines_is_told_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_wait_for_the_engines_is_reported_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "TELL_S", 0.2)
     launch.write_state(tmp_path, state(ProcessId.own()))
-    told: list[str] = []
+    message: list[str] = []
 
     def tell(text: str) -> None:
-        told.append(text)
-        if len(told) == 2:
+        message.append(text)
+        if len(message) == 2:
             launch.write_state(tmp_path, state(ProcessId.own(), state="ready", namespace="n", partition="p"))
 
     launch.wait_ready(handle(tmp_path), 30, tell)
-    assert len(told) == 2
-    assert all(each.startswith("still waiting for the rollout engines (") and "of at most 30;" in each for each in told)
+    assert len(message) == 2
+    assert all(
+        each.startswith("still waiting for the rollout engines (") and "of at most 30;" in each for each in message
+    )

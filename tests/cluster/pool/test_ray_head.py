@@ -1,4 +1,4 @@
-"""The ports of Ray's agents are kept for them, and Ray is told to use these."""
+"""The ports of Ray's agents are kept for them, and Ray has to use these."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Started(Exception):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "index", "given", "told", "gpus"),
+    ("nodes", "index", "given", "reported", "gpus"),
     [
         ("separate", 0, None, None, 0),
         ("separate", 3, None, "0,1", 2),
@@ -68,7 +68,7 @@ class Started(Exception):
 )
 def test_the_raylet_of_a_rollout_node_sees_its_gpus_only_and_sweeps_what_dead_runs_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    nodes: str, index: int, given: str | None, told: str | None, gpus: int,
+    nodes: str, index: int, given: str | None, reported: str | None, gpus: int,
 ) -> None:  # fmt: skip
     """On a trainer node nothing is scheduled, so nothing is given to it; a shared node's trainer has the other GPUs."""
     run_dir = tmp_path / "run"
@@ -100,4 +100,4 @@ def test_the_raylet_of_a_rollout_node_sees_its_gpus_only_and_sweeps_what_dead_ru
         if given is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = given
         raylet.main()
-    assert seen == [(told, gpus)] and acts == ["sweep", "make"]
+    assert seen == [(reported, gpus)] and acts == ["sweep", "make"]

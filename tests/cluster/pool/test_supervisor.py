@@ -75,9 +75,9 @@ def test_the_guardian_is_told_whom_it_watches_and_is_patient_until_a_tear_down_h
     assert whole_s / 2 < float(patience_s) < whole_s
 
 
-@pytest.mark.parametrize(("given", "told"), [(None, "2,3"), ("4,5,6,7", "6,7")])
+@pytest.mark.parametrize(("given", "said"), [(None, "2,3"), ("4,5,6,7", "6,7")])
 def test_ray_sees_the_gpus_of_the_rollout_pool_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, said: str
 ) -> None:
     """All engines of this node are children of Ray's head, and have its environment."""
     seen = list[str | None]()
@@ -99,7 +99,7 @@ def test_ray_sees_the_gpus_of_the_rollout_pool_only(
         if given is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = given
         made._start_ray()
-    assert seen == [told]
+    assert seen == [said]
 
 
 class Ended(BaseException):
@@ -209,7 +209,7 @@ def test_a_supervisor_whose_directory_was_taken_writes_no_more_and_ends(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("requested", "failure", "during", "after", "told"),
+    ("requested", "failure", "during", "after", "said"),
     [
         (REQUESTED, None, "stopping", "stopped", REQUESTED),
         (REQUESTED, RuntimeError("the controller does not answer"), "stopping", "stopped", REQUESTED),
@@ -223,7 +223,7 @@ def test_whoever_waits_for_an_actor_finds_the_reason_when_the_actor_ends(
     failure: Exception | None,
     during: str,
     after: str,
-    told: str,
+    said: str,
 ) -> None:
     own = ProcessId.own()
     spec = SupervisorSpec(config("model").model_dump_json(), str(tmp_path), own, "abc", 0, "/", cuda=False)
@@ -243,9 +243,9 @@ def test_whoever_waits_for_an_actor_finds_the_reason_when_the_actor_ends(
     if requested is not None:
         supervisor.request_stop(requested)
     supervisor._tear_down(failure)
-    assert found == [f"the rollout pool has ended: {told}; see {tmp_path / 'logs'}", during]
+    assert found == [f"the rollout pool has ended: {said}; see {tmp_path / 'logs'}", during]
     state = read_state(tmp_path)
-    assert state is not None and (state["state"], state["error"]) == (after, told)
+    assert state is not None and (state["state"], state["error"]) == (after, said)
 
 
 def looks(
@@ -357,7 +357,7 @@ def test_deaths_that_are_far_apart_do_not_add_up(tmp_path: Path) -> None:
     assert not made._may_rebuild(50 * period + 2)
 
 
-def test_nothing_is_started_anew_for_a_pool_that_is_asked_to_end(
+def test_nothing_is_started_again_for_a_pool_that_is_asked_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = supervisor_in(tmp_path)

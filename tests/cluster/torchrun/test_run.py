@@ -1,4 +1,4 @@
-"""torchrun with megarl's rendezvous: what a rank has told is all that the user sees."""
+"""torchrun with megarl's rendezvous: what a rank has reported is all that the user sees."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ CLOSED = run_files.ExitRecord("failed", 7, "Connection closed by peer")
 KILLED = r"megarl: rank 0 was killed by SIGKILL \(pid \d+\), and the others were ended\n"
 
 
-@pytest.mark.parametrize(("how", "code", "told"), [("refused", 2, REFUSED), ("killed", 1, KILLED)])
-def test_a_rank_that_fails_is_told_once(tmp_path: Path, how: str, code: int, told: str) -> None:
+@pytest.mark.parametrize(("how", "code", "message"), [("refused", 2, REFUSED), ("killed", 1, KILLED)])
+def test_a_rank_that_fails_is_reported_once(tmp_path: Path, how: str, code: int, message: str) -> None:
     """Under torchrun as `megarl train` starts it, which leaves no file."""
     script, temporary = tmp_path / "rank.py", tmp_path / "temporary"
     script.write_text(RANK)
@@ -56,7 +56,7 @@ def test_a_rank_that_fails_is_told_once(tmp_path: Path, how: str, code: int, tol
         text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == code
-    assert re.fullmatch(told, done.stderr), done.stderr
+    assert re.fullmatch(message, done.stderr), done.stderr
     assert not list(temporary.iterdir())
     record = run_files.read_exit(tmp_path)
     if how == "killed":
@@ -120,8 +120,8 @@ def test_ctrl_c_is_told_by_the_ranks_alone(tmp_path: Path) -> None:
     while not ready.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=120)
-    assert (process.returncode, told) == (128 + signal.SIGINT, "megarl: finishing the step, saving\n")
+    _, message = process.communicate(timeout=120)
+    assert (process.returncode, message) == (128 + signal.SIGINT, "megarl: finishing the step, saving\n")
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return waits
 
 
-def test_after_its_first_stop_signal_torchrun_waits_as_long_as_its_ranks_have_told(
+def test_after_its_first_stop_signal_torchrun_waits_as_long_as_its_ranks_have_reported(
     waits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a failure, and after a second signal, torch calls it without one. A bound that the user chose holds."""

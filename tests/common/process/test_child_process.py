@@ -29,7 +29,7 @@ def test_a_report_is_json_of_the_child_alone(child: ChildProcess, how: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "told"),
+    ("how", "kind", "message"),
     [
         ("die", StartError, "the child ended at its start: exit code 5"),
         ("pickle", StartError, "the child sent a message that is no answer"),
@@ -38,8 +38,8 @@ def test_a_report_is_json_of_the_child_alone(child: ChildProcess, how: str) -> N
         ("problem", ValueError, "^not here$"),
     ],
 )
-def test_what_is_no_report_is_refused(child: ChildProcess, how: str, kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=told):
+def test_what_is_no_report_is_refused(child: ChildProcess, how: str, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
         child.handshake(how.encode(), LONG_S)
 
 

@@ -32,7 +32,7 @@ def run(log: Path, program: str = PRINTS, **options: object) -> subprocess.Compl
     )  # fmt: skip
 
 
-def test_a_log_is_begun_anew_when_it_is_large(tmp_path: Path) -> None:
+def test_a_log_is_begun_again_when_it_is_large(tmp_path: Path) -> None:
     ended = run(tmp_path / "logs" / "rank.log")
     assert ended.stderr == "for the user\n" and ended.stdout == ""
     files = sorted(path.name for path in (tmp_path / "logs").iterdir())
@@ -54,7 +54,7 @@ child.communicate(b"go\\n", timeout=30)
 """
 
 
-def test_a_child_writes_to_the_log_that_was_begun_anew(tmp_path: Path) -> None:
+def test_a_child_writes_to_the_log_that_was_begun_again(tmp_path: Path) -> None:
     log = tmp_path / "rank.log"
     run(log, CHILD_WRITES_ON)
     assert log.with_name("rank.log.1").exists()

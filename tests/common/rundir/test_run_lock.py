@@ -74,10 +74,12 @@ def test_a_living_run_on_this_host_is_named_and_nothing_is_changed(
     claim(tmp_path, Holder.here("torchrun", ProcessId.of(process.pid)), NODE_S)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     before = tree_of(tmp_path)
-    told = rf"in use by torchrun \(pid {process.pid} on .*since .*nothing was changed.*touch {re.escape(str(tmp_path))}"
-    with pytest.raises(ConfigError, match=told):
+    message = (
+        rf"in use by torchrun \(pid {process.pid} on .*since .*nothing was changed.*touch {re.escape(str(tmp_path))}"
+    )
+    with pytest.raises(ConfigError, match=message):
         claim(tmp_path, OWN, NODE_S)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         refuse_claimed(tmp_path)
     assert tree_of(tmp_path) == before
     process.kill()
@@ -221,7 +223,7 @@ def test_a_claim_that_the_disk_does_not_take_leaves_nothing(tmp_path: Path, monk
     assert not list(tmp_path.iterdir()), "an empty claim would be one of an unknown run"
 
 
-def test_a_run_that_has_lost_its_directory_is_told(tmp_path: Path) -> None:
+def test_a_run_that_has_lost_its_directory_is_reported(tmp_path: Path) -> None:
     lost: list[Holder] = []
     held = claim(tmp_path, elsewhere(), NODE_S)
     held.renew_in_background(lost.append)

@@ -1,4 +1,4 @@
-"""Mistakes in `agent` and `tools`, each told with the way to correct it."""
+"""Mistakes in `agent` and `tools`, each reported with the way to correct it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SETS = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", "tool
             "its own; set it to at least 32",
         ),
         ({"agent": HARNESS, "gateway": GATEWAY | {"max_sessions": 32}, "admission": {"mode": "one_step_off"}}, ""),
-        # The pace is wrong: that is told by the checks of `admission`.
+        # The pace is wrong: that is reported by the checks of `admission`.
         ({"agent": HARNESS, "gateway": GATEWAY | {"max_sessions": 1}, "admission": PACE}, ""),
         (
             {"agent": HARNESS, "gateway": GATEWAY, "ray": {"address": "10.0.0.9:6379"}},
@@ -156,7 +156,7 @@ def test_a_set_has_the_tools_of_the_section_or_its_own() -> None:
 
 
 def test_arguments_of_tools_and_loops_may_refer_to_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = [{"kind": "http", "kwargs": {"token": {"env": "TOOL_TOKEN"}, "api_key": "told"}}]
+    tools = [{"kind": "http", "kwargs": {"token": {"env": "TOOL_TOKEN"}, "api_key": "literal"}}]
     loop = {"loop": "x.y:Z", "kwargs": {"key": {"env": "LOOP_KEY"}}}
     config = config_of("model", agent=loop, tools=tools)
     assert referenced_variables(config) == {

@@ -78,9 +78,9 @@ LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "changes", "told"), LAYOUTS, ids=lambda value: str(value)[:60])
-def test_impossible_layouts(models: Models, family: str, changes: dict[str, Any], told: str) -> None:
-    assert any(told in problem for problem in problems(models[family], **changes))
+@pytest.mark.parametrize(("family", "changes", "reported"), LAYOUTS, ids=lambda value: str(value)[:60])
+def test_impossible_layouts(models: Models, family: str, changes: dict[str, Any], reported: str) -> None:
+    assert any(reported in problem for problem in problems(models[family], **changes))
 
 
 def test_key_value_heads_may_be_fewer_than_ranks(models: Models) -> None:
@@ -126,10 +126,10 @@ MEGATRON: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("target", "fields", "told"), MEGATRON, ids=lambda value: str(value)[:60])
-def test_passed_megatron_fields(models: Models, target: str, fields: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize(("target", "fields", "reported"), MEGATRON, ids=lambda value: str(value)[:60])
+def test_passed_megatron_fields(models: Models, target: str, fields: dict[str, Any], reported: str) -> None:
     found = problems(models["qwen3"], **{f"megatron__{target}": fields})
-    assert any(told in problem for problem in found)
+    assert any(reported in problem for problem in found)
     assert all(problem.startswith(f"megatron.{target}.") for problem in found)
 
 

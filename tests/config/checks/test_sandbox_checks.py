@@ -27,7 +27,7 @@ def test_a_reward_that_runs_no_programs_needs_no_sandbox(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("reward", "told"),
+    ("reward", "reported"),
     [
         ({"kwargs": {"colour": 1}}, "colour"),
         ({"kwargs": {"timeout_s": -1}}, "timeout_s"),
@@ -36,9 +36,9 @@ def test_a_reward_that_runs_no_programs_needs_no_sandbox(monkeypatch: pytest.Mon
         ({"memory_gib": 0.25}, "more than reward.memory_gib=0.25"),
     ],
 )
-def test_settings_that_cannot_work(reward: dict[str, Any], told: str) -> None:
+def test_settings_that_cannot_work(reward: dict[str, Any], reported: str) -> None:
     (problem,) = problems({"function": "code", **reward}, here=False)
-    assert problem.startswith("reward.kwargs: ") and told in problem
+    assert problem.startswith("reward.kwargs: ") and reported in problem
 
 
 def test_tools_that_need_a_sandbox_are_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,17 +53,17 @@ def test_tools_that_need_a_sandbox_are_refused_without_one(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"reward": {"function": "code"}}, "reward.function: code runs programs in a sandbox"),
         ({"agent": {"loop": "tool_agent"}, "tools": [{"kind": "python"}]}, "tools.0: python runs programs"),
     ],
 )
 def test_the_check_of_a_whole_config_refuses_them(
-    models: dict[str, Path], data: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], told: str
+    models: dict[str, Path], data: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reported: str
 ) -> None:
     monkeypatch.setattr(agent, "sandbox_problem", lambda: "no bubblewrap; install it")
     with pytest.raises(ConfigError) as refused:
         check(config(models["qwen3"], data, **changes), device="cpu")
     (problem,) = [each for each in refused.value.problems if "sandbox" in each]
-    assert problem.startswith(told) and problem.endswith("and there is none here: no bubblewrap; install it")
+    assert problem.startswith(reported) and problem.endswith("and there is none here: no bubblewrap; install it")

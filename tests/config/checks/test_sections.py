@@ -123,9 +123,9 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "told"), OTHERS, ids=lambda value: str(value)[:60])
-def test_what_does_not_fit_together(models: Models, data: Path, changes: dict[str, Any], told: str) -> None:
-    assert any(told in problem for problem in problems(models["qwen3"], data, **changes))
+@pytest.mark.parametrize(("changes", "message"), OTHERS, ids=lambda value: str(value)[:60])
+def test_what_does_not_fit_together(models: Models, data: Path, changes: dict[str, Any], message: str) -> None:
+    assert any(message in problem for problem in problems(models["qwen3"], data, **changes))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_evaluation_set_names(models: Models, data: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "every", "told"),
+    ("metric", "every", "message"),
     [
         ("eval/a/greedy", 2, None),
         ("eval/b/greedy", 2, "'eval/b/greedy' is no metric of an evaluation set; try eval/a/greedy"),
@@ -157,11 +157,11 @@ def test_evaluation_set_names(models: Models, data: Path) -> None:
     ],
 )
 def test_the_best_checkpoint_is_chosen_by_an_evaluation_that_is_made(
-    models: Models, data: Path, metric: str, every: int, told: str | None
+    models: Models, data: Path, metric: str, every: int, message: str | None
 ) -> None:
     evaluation = {"sets": [{"name": "a", "path": str(data)}], "every": every}
     found = problems(models["qwen3"], data, checkpoint__keep_best=metric, evaluation=evaluation)
-    assert found == ([] if told is None else [f"checkpoint.keep_best: {told}"])
+    assert found == ([] if message is None else [f"checkpoint.keep_best: {message}"])
 
 
 def test_files_can_be_left_out(models: Models) -> None:

@@ -26,7 +26,7 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
-def test_a_package_that_is_missing_is_told_before_the_start(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_is_reported_before_the_start(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     chosen = {"wandb_project": "p"} if package == "wandb" else {"mlflow_experiment": "e"}
     monkeypatch.setenv("MLFLOW_TRACKING_URI", SERVER)

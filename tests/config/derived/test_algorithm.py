@@ -59,7 +59,7 @@ def test_ones_own_loss_and_advantage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "told"),
+    ("algorithm", "reported"),
     [
         ({"loss": "grpo"}, "algorithm.loss: 'grpo' is neither cispo, dppo, gspo, ppo, sapo nor an import path"),
         ({"advantage": "ppo"}, "algorithm.advantage: 'ppo' is neither dr_grpo, grpo, mt_grpo, reinforce_pp, r"),
@@ -81,9 +81,9 @@ def test_ones_own_loss_and_advantage() -> None:
         "algorithm.loss: _chosen has to take (inputs) or (inputs, opt"),
     ],
 )  # fmt: skip
-def test_each_mistake_has_one_message(algorithm: dict[str, Any], told: str) -> None:
+def test_each_mistake_has_one_message(algorithm: dict[str, Any], reported: str) -> None:
     (problem,) = algorithm_problems(chosen(**algorithm).algorithm)
-    assert problem.startswith(told)
+    assert problem.startswith(reported)
 
 
 def test_mistakes_are_found_before_anything_starts(models: dict[str, Path], data: Path) -> None:

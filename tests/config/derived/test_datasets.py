@@ -112,7 +112,7 @@ def test_the_pool_reads_the_same_sets_from_the_json_that_it_is_sent() -> None:
     assert train_sets(config_from_tree(yaml.safe_load(to_yaml(config)))) == train_sets(config)
 
 
-def test_prompts_need_room_beside_the_longest_response_of_their_own_set(models: Models, data: Path) -> None:
+def test_prompts_need_room_alongside_the_longest_response_of_their_own_set(models: Models, data: Path) -> None:
     config = several({}, {"sampling": {"max_tokens": 100}}, path=data, model__path=str(models["qwen3"]),
                      data__max_prompt_tokens=None)  # fmt: skip
     info = load_info(models["qwen3"])
@@ -142,13 +142,13 @@ MISTAKES: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("sets", "changes", "told"), MISTAKES, ids=lambda value: str(value)[:50])
+@pytest.mark.parametrize(("sets", "changes", "reported"), MISTAKES, ids=lambda value: str(value)[:50])
 def test_each_mistake_is_named_with_its_fix(
-    models: Models, data: Path, sets: list[dict[str, Any]], changes: dict[str, Any], told: str
+    models: Models, data: Path, sets: list[dict[str, Any]], changes: dict[str, Any], reported: str
 ) -> None:
     changes = {"model__path": str(models["qwen3"]), "reward": {"function": "gsm8k"}, **changes}
     with pytest.raises(ConfigError) as caught:
         check(several(*sets, path=data, **changes), device="cpu")
-    assert any(told in problem for problem in caught.value.problems), caught.value.problems
+    assert any(reported in problem for problem in caught.value.problems), caught.value.problems
     good = several({}, {}, path=data, model__path=str(models["qwen3"]), reward={"function": "gsm8k"})
     check(good, device="cpu")

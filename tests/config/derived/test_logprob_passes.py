@@ -93,7 +93,7 @@ CORRECTION = "algorithm__correction"
 
 
 @pytest.mark.parametrize(
-    ("correction", "told"),
+    ("correction", "reported"),
     [
         ({"kind": "icepop", "cap": 3.0}, "correction.cap: 3.0 is without effect with kind: icepop; remove it, or use"),
         (
@@ -122,12 +122,12 @@ CORRECTION = "algorithm__correction"
         ({"proximal": "loglinear"}, "correction.proximal: loglinear is for a correction, and there is none"),
     ],
 )
-def test_what_cannot_be_combined_is_one_message(correction: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_combined_is_one_message(correction: dict[str, Any], reported: str) -> None:
     [problem] = correction_problems(config("model", **{CORRECTION: correction}))
-    assert problem.startswith("algorithm.") and told in problem
+    assert problem.startswith("algorithm.") and reported in problem
 
 
-def test_an_interpolation_beside_the_pass_that_it_saves_is_refused() -> None:
+def test_an_interpolation_alongside_the_pass_that_it_saves_is_refused() -> None:
     both = config("model", **AHEAD, algorithm__old_logprobs="trainer", algorithm__correction__proximal="loglinear")
     [problem] = correction_problems(both)
     assert "saves the log-prob pass that algorithm.old_logprobs: trainer asks for" in problem

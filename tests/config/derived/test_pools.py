@@ -76,7 +76,7 @@ def test_an_engine_never_spans_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         (
             {"trainer": {"gpus": 6, "gpus_per_node": 4}},
@@ -90,5 +90,5 @@ def test_an_engine_never_spans_nodes() -> None:
         ({"trainer": {"gpus": 4, "devices": [0, 1]}}, "the trainer has 2 and the rollout pool 1"),
     ],
 )
-def test_refusals(changes: dict[str, Any], told: str) -> None:
-    assert told in refusal(**changes)
+def test_refusals(changes: dict[str, Any], reported: str) -> None:
+    assert reported in refusal(**changes)

@@ -64,8 +64,10 @@ def test_contradictions_are_refused(section: dict[str, Any], updates: int, probl
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_run_that_generates_ahead_is_told_that_it_cannot_be_deterministic(mode: str) -> None:
     settings = config("model", batch__groups=8, admission={"mode": mode}, run__deterministic=True)
-    told = [note for note in pace_notes(settings) if note.startswith("run.deterministic: with admission.mode: async")]
-    assert len(told) == (mode == "async")
+    reported = [
+        note for note in pace_notes(settings) if note.startswith("run.deterministic: with admission.mode: async")
+    ]
+    assert len(reported) == (mode == "async")
 
 
 @given(mode=st.sampled_from(["one_step_off", "stream", "async"]), updates=st.integers(1, 16))

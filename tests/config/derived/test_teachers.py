@@ -1,4 +1,4 @@
-"""Teachers in the config: every mistake is told before a run starts, and their engines and weights are in the plan."""
+"""Teachers in the config: every mistake is reported before a start, and their engines and weights are in the plan."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_vocabulary_must_be_the_same(student: Path, teacher: Path, data: Pat
 
 
 @pytest.mark.parametrize(
-    ("fields", "changes", "told"),
+    ("fields", "changes", "reported"),
     [
         ({"path": "nowhere"}, {}, "teachers.0.path: no such directory: nowhere"),
         ({}, {"sampling__temperature": 0.7}, "sampling.temperature: 0.7, but the engines of teacher 'big' score at"),
@@ -130,10 +130,10 @@ def test_the_vocabulary_must_be_the_same(student: Path, teacher: Path, data: Pat
     ],
 )
 def test_what_cannot_work_is_refused(
-    student: Path, teacher: Path, data: Path, fields: dict[str, Any], changes: dict[str, Any], told: str
+    student: Path, teacher: Path, data: Path, fields: dict[str, Any], changes: dict[str, Any], reported: str
 ) -> None:
     found = problems(student, data, [{**TEACHER, "path": teacher, **fields}], data__teacher="big", **changes)
-    assert any(problem.startswith(told) for problem in found), found
+    assert any(problem.startswith(reported) for problem in found), found
 
 
 def test_a_teacher_of_the_trainer_scores_at_the_temperature_of_the_samples(
@@ -155,11 +155,13 @@ def test_the_trainer_can_hold_a_megatron_checkpoint_and_an_engine_cannot(
     ]
 
 
-@pytest.mark.parametrize(("place", "told"), [("loss", 1), ("reward", 0)])
-def test_the_loss_has_one_term_of_a_kl(student: Path, teacher: Path, data: Path, place: str, told: int) -> None:
+@pytest.mark.parametrize(("place", "reported"), [("loss", 1), ("reward", 0)])
+def test_the_loss_has_one_term_of_a_kl(student: Path, teacher: Path, data: Path, place: str, reported: int) -> None:
     both = {"algorithm__distill": {"where": "loss"}, "algorithm__kl": {"coef": 0.1, "where": place}}
     found = problems(student, data, [{**TEACHER, "path": teacher}], data__teacher="big", **both)
-    assert len(found) == told and all(each.startswith("algorithm.distill.where: the loss has one") for each in found)
+    assert len(found) == reported and all(
+        each.startswith("algorithm.distill.where: the loss has one") for each in found
+    )
 
 
 def test_a_sample_must_fit_the_teachers_context(student: Path, data: Path, tmp_path: Path) -> None:

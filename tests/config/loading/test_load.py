@@ -74,7 +74,7 @@ def test_overrides_are_yaml_typed_and_the_last_wins(good: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "reported"),
     [
         ("sampling.temprature=1", "sampling.temprature: no such key; did you mean sampling.temperature?"),
         ("trainer.lr=1", "did you mean trainer.optimizer.lr?"),
@@ -107,14 +107,14 @@ def test_overrides_are_yaml_typed_and_the_last_wins(good: Path) -> None:
         ("data={path: a, path: b}", "override 'data={path: a, path: b}': path: given twice"),
     ],
 )
-def test_one_clear_message_per_mistake(good: Path, override: str, told: str) -> None:
+def test_one_clear_message_per_mistake(good: Path, override: str, reported: str) -> None:
     message = complaint(good, override)
-    assert told in message
+    assert reported in message
     assert str(good) not in message and override in message  # the file is innocent
     assert "Traceback" not in message and "pydantic" not in message
 
 
-def test_a_problem_is_told_with_the_override_that_made_it_and_the_file_with_its_own(good: Path) -> None:
+def test_a_problem_is_reported_with_the_override_that_made_it_and_the_file_with_its_own(good: Path) -> None:
     good.write_text(GOOD.replace("max_tokens: 12", "max_tokens: 0"))
     overrides = ["run.steps=0", "run.steps=-1", "run.name=other", "algorithm.correction.cap=much"]
     assert complaint(good, *overrides) == (
@@ -140,7 +140,7 @@ def test_missing_required_key_says_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("run: {name: a, name: b}", "name: given twice, in lines 1 and 1"),
         ("run:\n  seed: 1\nrun:\n  seed: 2", "run: given twice, in lines 1 and 3"),
@@ -149,10 +149,10 @@ def test_missing_required_key_says_what_it_is(tmp_path: Path) -> None:
         ("1: {}", "the key 1 is not a string"),
     ],
 )
-def test_broken_files(tmp_path: Path, text: str, told: str) -> None:
+def test_broken_files(tmp_path: Path, text: str, reported: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    assert told in complaint(path)
+    assert reported in complaint(path)
 
 
 def test_missing_file_and_directory(tmp_path: Path) -> None:

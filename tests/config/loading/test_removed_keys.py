@@ -43,8 +43,8 @@ def tree_with(key: str) -> dict[str, Any]:
 def test_a_removed_key_is_refused_with_what_to_do_instead(key: str) -> None:
     advice = advice_on(key, {})
     assert advice
-    told = [re.sub(r"\.0(?=\.)", "", problem) for problem in problems_of(tree_with(key))]
-    assert f"{key}: no such key; {advice}" in told
+    reported = [re.sub(r"\.0(?=\.)", "", problem) for problem in problems_of(tree_with(key))]
+    assert f"{key}: no such key; {advice}" in reported
 
 
 def test_a_removed_key_is_none_and_the_changelog_has_it() -> None:
@@ -125,8 +125,10 @@ def test_a_config_that_an_earlier_version_has_stored_is_read_without_what_is_gon
     ],
 )  # fmt: skip
 def test_a_name_of_verl_is_refused_with_the_key_and_the_value_to_write(given: str, written: set[str]) -> None:
-    told = problems_of(apply_overrides(tree("model"), given.split()))
-    found = {match[1] for each in told if (match := re.search(r"no such key; write ([^;]+?)(;.*|, with .*)?$", each))}
+    reported = problems_of(apply_overrides(tree("model"), given.split()))
+    found = {
+        match[1] for each in reported if (match := re.search(r"no such key; write ([^;]+?)(;.*|, with .*)?$", each))
+    }
     assert found == written
     config_from_tree(
         apply_overrides(tree("model"), [f"{key}={value}" for key, _, value in (each.partition(": ") for each in found)])
@@ -149,9 +151,9 @@ def test_verls_quota_is_the_decimal_that_the_config_says(interval: int, thousand
      "rollout_rs=token_k1,token_k2", "rollout_rs_threshold=1_2_3_x"],
 )  # fmt: skip
 def test_a_value_that_verl_could_not_have_hides_no_message(given: str) -> None:
-    [told] = problems_of(apply_overrides(tree("model"), [f"algorithm.{given}"]))
+    [reported] = problems_of(apply_overrides(tree("model"), [f"algorithm.{given}"]))
     key = f"algorithm.{given.partition('=')[0]}"
-    assert told == f"{key}: no such key; docs/coming-from.md has a table of verl's names"
+    assert reported == f"{key}: no such key; docs/coming-from.md has a table of verl's names"
 
 
 def test_sections_that_are_none_hide_no_message() -> None:

@@ -102,8 +102,8 @@ def test_the_plan_of_the_96_to_32_recipe(published: Any) -> None:
     assert memory.term("optimizer").bytes < memory.term("gradients").bytes
     assert memory.peak < 80 * GIB
     assert found.engine.kv_tokens is not None and found.engine.kv_tokens > 20 * 10240
-    told = printed(found)
-    (pinned,) = re.findall(r"host memory +up to ([\d.]+) GiB pinned per rank, ([\d.]+) GiB per trainer node", told)
+    reported = printed(found)
+    (pinned,) = re.findall(r"host memory +up to ([\d.]+) GiB pinned per rank, ([\d.]+) GiB per trainer node", reported)
     assert 10 < float(pinned[0]) < 16 and float(pinned[1]) == pytest.approx(8 * float(pinned[0]), abs=0.1)
 
 
@@ -140,7 +140,7 @@ def test_recompute_and_offload_show(published: Any) -> None:
     assert light.trainer.term("recompute").bytes > 0
 
 
-def test_a_sync_needs_memory_beside_the_share_of_the_engine(published: Any) -> None:
+def test_a_sync_needs_memory_alongside_the_share_of_the_engine(published: Any) -> None:
     """vLLM fills its share with its cache, and its reload holds whole expert tensors: 1.4 GiB of a 30B model."""
     found = big(published, QWEN3_30B_A3B).engine.memory
     layer = 128 * 3 * 768 * 2048 * 2

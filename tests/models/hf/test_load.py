@@ -139,12 +139,12 @@ def test_a_parameter_without_a_rule_stops_the_load(
 
 @pytest.mark.world
 @pytest.mark.parametrize(
-    ("what", "told"), [("no rule", "no rule of family deepseek_v3"), ("no buffer", "the model does not have it")]
+    ("what", "said"), [("no rule", "no rule of family deepseek_v3"), ("no buffer", "the model does not have it")]
 )
 def test_a_buffer_without_a_rule_and_the_reverse_stop_the_load(
-    what: str, told: str, world: Callable[[int], World], model_dir: Callable[[str], Path]
+    what: str, said: str, world: Callable[[int], World], model_dir: Callable[[str], Path]
 ) -> None:
-    with pytest.raises(AssertionError, match=rf"layers\.1\.mlp\.router\.expert_bias: {told}"):
+    with pytest.raises(AssertionError, match=rf"layers\.1\.mlp\.router\.expert_bias: {said}"):
         world(2).run(
             "tests.support.ranks.models.models:load_with_wrong_buffers",
             model_dir=str(model_dir("deepseek_v3")),
@@ -166,7 +166,7 @@ def test_no_safetensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "told"),
+    ("others", "said"),
     [
         ({"a.safetensors": True}, r"holds model\.safetensors and model\.safetensors\.index\.json.*stale"),
         ({"a.safetensors": False}, r"holds model\.safetensors and model\.safetensors\.index\.json.*stale"),
@@ -178,7 +178,7 @@ def test_no_safetensors(tmp_path: Path) -> None:
     ],
 )
 def test_other_weights_next_to_a_model_in_one_file_are_refused(
-    others: dict[str, bool | None], told: str, tmp_path: Path
+    others: dict[str, bool | None], said: str, tmp_path: Path
 ) -> None:
     """transformers reads model.safetensors, vLLM the files of the index, or all. True: indexed and there."""
     save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
@@ -187,7 +187,7 @@ def test_other_weights_next_to_a_model_in_one_file_are_refused(
             write_index(tmp_path, [(name, [TensorHeader("x", (2,), torch.float32)])])
         if there is not False:
             save_file({"x": torch.zeros(2)}, tmp_path / name)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=said):
         read_records(tmp_path)
 
 

@@ -120,8 +120,8 @@ def test_an_absent_key_means_what_it_means_to_transformers(family: str, style: A
         try:
             ours = info_from_config(raw)
         except (KeyError, ValueError) as error:
-            told = "experts" if key in EXPERTS else str(key)  # the number of experts has a name in each style
-            assert told in str(error), (key, error)
+            said = "experts" if key in EXPERTS else str(key)  # the number of experts has a name in each style
+            assert said in str(error), (key, error)
             refused.add(key)
             continue
         written = config_class(**raw).to_dict()

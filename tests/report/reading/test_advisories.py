@@ -32,11 +32,11 @@ def test_a_healthy_run_and_an_empty_one_have_none() -> None:
         ("trainer_idle", "time__generate", 2.9, 3.1),
     ],
 )
-def test_a_share_above_its_bound_is_told(key: str, name: str, below: float, above: float) -> None:
+def test_a_share_above_its_bound_is_reported(key: str, name: str, below: float, above: float) -> None:
     assert set(advice(**{name: below})) == set() and set(advice(**{name: above})) == {key}
 
 
-def test_what_is_bad_lately_is_told_too() -> None:
+def test_what_is_bad_lately_is_reported_too() -> None:
     lines = [step_line(step, rollout__truncated_share=0.0 if step <= 90 else 0.5) for step in range(1, 101)]
     (only,) = advise(metrics_of(lines), LAYOUT)
     assert only.key == "truncated" and only.title == (

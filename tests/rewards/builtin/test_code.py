@@ -110,7 +110,7 @@ def test_tests_run_as_their_form_means(row: dict[str, object], count: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         ({}, "needs the field `tests`"), ({"tests": 5}, "needs the field"), ({"tests": []}, "needs the field"),
         ({"tests": ""}, "no statement"), ({"tests": "assert ("}, "no Python"), ({"tests": ["def"]}, "no Python"),
@@ -134,8 +134,8 @@ def test_tests_run_as_their_form_means(row: dict[str, object], count: int) -> No
         ({"inputs": "1", "outputs": "1"}, "same length"), ({"inputs": [1], "outputs": [1]}, "texts"),
     ],
 )  # fmt: skip
-def test_rows_without_usable_tests(row: dict[str, object], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_rows_without_usable_tests(row: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         read_tests(row)
 
 
@@ -358,7 +358,7 @@ def test_endless_programs_end_in_time_and_leave_nothing() -> None:
 @pytest.mark.slow
 def test_tests_before_an_endless_one_count() -> None:
     program = "def add(a, b):\n    while a < 0: pass\n    return a + b"
-    verdicts = read_verdicts('["passed", ""]\n["pas', 3)  # as it is told when the time is over
+    verdicts = read_verdicts('["passed", ""]\n["pas', 3)  # as is reported when the time is over
     assert verdicts == [True, False, False]
     assert passed(program, *ADD_TESTS, timeout_s=5.0)[1:] == [False, False]
 

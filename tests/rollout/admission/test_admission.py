@@ -247,7 +247,7 @@ class AnyPace(Pace):
 @pytest.mark.slow
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("steps_per_sync", [1, 2])
-def test_the_check_at_start_up_refuses_exactly_the_runs_that_wait_for_ever(updates: int, steps_per_sync: int) -> None:
+def test_the_check_at_start_up_refuses_exactly_the_runs_that_wait_forever(updates: int, steps_per_sync: int) -> None:
     interval = updates * steps_per_sync
     refused = 0
     sizes = itertools.product(range(interval + 1), (0, 1), (1, 2), (0, 1))

@@ -77,7 +77,7 @@ def test_further_uses_of_groups_are_recorded_and_replayed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "change", "told"),
+    ("index", "change", "message"),
     [
         (-2, {"reused": [1]}, r"event 9 .*groups that step 1 uses again: recorded \[1\], replayed \[0\]"),
         (-2, {"reused": []}, "event 9 .*groups that step 1 uses again"),
@@ -86,10 +86,10 @@ def test_further_uses_of_groups_are_recorded_and_replayed() -> None:
         (0, {"max_uses": 1}, "event 3 .*groups that start"),
     ],
 )
-def test_other_uses_than_those_of_the_schedule_are_found(index: int, change: Event, told: str) -> None:
+def test_other_uses_than_those_of_the_schedule_are_found(index: int, change: Event, message: str) -> None:
     events = train_group_0_twice()
     events[index] |= change
-    with pytest.raises(ScheduleMismatch, match=told):
+    with pytest.raises(ScheduleMismatch, match=message):
         replay_schedule(events)
 
 

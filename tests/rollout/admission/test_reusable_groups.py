@@ -94,8 +94,8 @@ async def test_trainer_and_controller_agree_on_every_use(
         await trainer.run()
     await asyncio.sleep(0.05)  # the rows of the last step are removed by a task
     counters = await local.controller.counters()
-    told = {name: getattr(counters, name) for name in trainer.totals}
-    assert told == trainer.totals and counters.balanced
+    reported = {name: getattr(counters, name) for name in trainer.totals}
+    assert reported == trainer.totals and counters.balanced
     assert (counters.in_flight, counters.ready, counters.reusable) == (0, 0, 0) and not local.queue.rows
     assert trainer.totals["reused"] > 0 and trainer.totals["trained"] + trainer.totals["reused"] == 3 * STEPS
     assert trainer.totals["dropped_stale"] == 0 and max(trainer.uses.values()) in (2, 3)

@@ -142,7 +142,7 @@ def changed(kind: str, change: Callable[[Event], Any], which: int = 0) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "which", "told"),
+    ("kind", "change", "which", "message"),
     [
         ("admit", lambda e: e["groups"].append(99), 0, "groups that start: recorded .*99"),
         ("admit", lambda e: e["groups"].pop(), 1, "groups that start"),
@@ -158,15 +158,15 @@ def changed(kind: str, change: Callable[[Event], Any], which: int = 0) -> tuple[
         ("begin", lambda e: e.pop("pace"), 0, "KeyError: 'pace'"),
     ],
 )
-def test_the_first_difference_is_named(kind: str, change: Callable[[Event], Any], which: int, told: str) -> None:
+def test_the_first_difference_is_named(kind: str, change: Callable[[Event], Any], which: int, message: str) -> None:
     events, number = changed(kind, change, which)
-    with pytest.raises(ScheduleMismatch, match=rf"^event {number} of the schedule \({kind}\): .*{told}"):
+    with pytest.raises(ScheduleMismatch, match=rf"^event {number} of the schedule \({kind}\): .*{message}"):
         replay_schedule(events)
 
 
 @pytest.mark.parametrize("index", range(13))
 def test_a_missing_event_of_the_steps_that_a_checkpoint_holds_is_found(index: int) -> None:
-    """The exception is `announce`, if `set_version` has told the same before a token had the version."""
+    """The exception is `announce`, if `set_version` has said the same before a token had the version."""
     events, taken = recorded()
     left_out = events.pop(index)
     try:

@@ -129,11 +129,11 @@ def test_a_prompt_without_room_for_a_response_fails_its_sample_alone(config: Con
 
 
 def test_a_request_beyond_the_turns_of_the_config_fails_its_sample_alone(config: Config) -> None:
-    for bounds, told in ({"max_turns": 2}, "sample 1:1 has made 2 requests"), ({}, ""):
+    for bounds, message in ({"max_turns": 2}, "sample 1:1 has made 2 requests"), ({}, ""):
         batcher = ScriptedBatcher(["4", "4", "4"])
         runner = agent_runner(config, Growing(), toolbox_of(Counter(), **bounds), batcher, KeepingRewards())
         fine, other = asyncio.run(runner.run(1))
-        assert fine.status == "ok" and (other.failure.startswith(told) if told else other.status == "ok")
+        assert fine.status == "ok" and (other.failure.startswith(message) if message else other.status == "ok")
 
 
 def test_a_loop_that_never_ends_is_ended_without_a_setting(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_the_journal_holds_an_answer_as_the_model_sees_it(config: Config) -> Non
     box = toolbox_of(Counter(answer=lambda _: "a" * 500), max_tool_output_chars=64)
     runner = agent_runner(config, Keeps(), box, ScriptedBatcher(["4"]), KeepingRewards())
     asyncio.run(runner.run(1))
-    assert len(seen) >= 2 and all(told == kept and 64 < len(told) < 128 for told, kept in seen)
+    assert len(seen) >= 2 and all(message == kept and 64 < len(message) < 128 for message, kept in seen)
 
 
 def test_a_tool_that_does_not_keep_its_time_is_given_up(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_a_tool_that_does_not_keep_its_time_is_given_up(config: Config, monkeypa
     assert all(answer.error and "has not answered within 0.01 s" in answer.text for answer in answers)
 
 
-def test_a_state_of_another_loop_and_a_lost_turn_are_told(config: Config) -> None:
+def test_a_state_of_another_loop_and_a_lost_turn_are_reported(config: Config) -> None:
     class Lost:
         async def run(self, ctx: AgentContext) -> Trajectory:
             ctx.finished(3)
@@ -216,14 +216,14 @@ def test_a_state_of_another_loop_and_a_lost_turn_are_told(config: Config) -> Non
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         (TimeoutError("its own"), "the tool 'add' failed: TimeoutError: its own"),
         (KeyError("x"), "the tool 'add' failed: KeyError"),
         ("4", "the tool 'add' has to return a ToolAnswer, not str"),
     ],
 )
-def test_a_tool_that_fails_by_itself_is_told(config: Config, answer: Any, told: str) -> None:
+def test_a_tool_that_fails_by_itself_is_reported(config: Config, answer: Any, message: str) -> None:
     class Broken(Counter):
         async def call(self, arguments: Any, *, timeout_s: float) -> Any:
             if isinstance(answer, Exception):
@@ -232,5 +232,5 @@ def test_a_tool_that_fails_by_itself_is_told(config: Config, answer: Any, told: 
 
     box = toolbox_of(Broken(idempotent=True))
     runner = agent_runner(config, TwoCalls(), box, ScriptedBatcher(["4"]), KeepingRewards())
-    with pytest.raises(ToolFailed, match=told):
+    with pytest.raises(ToolFailed, match=message):
         asyncio.run(runner.run(1))

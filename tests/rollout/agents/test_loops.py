@@ -20,7 +20,7 @@ def test_loops_are_found_by_name_and_by_import_path(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("loop", "kwargs", "told"),
+    ("loop", "kwargs", "message"),
     [
         ("no_such_module:Loop", {}, "cannot be imported: ModuleNotFoundError"),
         (EXAMPLE.replace("SecondThoughts", "Third"), {}, "cannot be imported: AttributeError"),
@@ -29,6 +29,6 @@ def test_loops_are_found_by_name_and_by_import_path(monkeypatch: pytest.MonkeyPa
         (EXAMPLE, {"tol": "x"}, "cannot be made with agent.kwargs: .*'tol'"),
     ],
 )
-def test_a_loop_that_cannot_be_had_is_told(loop: str, kwargs: dict[str, str], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_loop_that_cannot_be_had_is_reported(loop: str, kwargs: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         find_loop(AgentConfig(loop=loop, kwargs=kwargs))

@@ -27,7 +27,7 @@ def test_several_trajectories_are_numbered_and_have_keys_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"reward": 0.5}, "trajectories 0 and 1 differ in reward;"),
         ({"reward_components": {}}, "trajectories 0 and 1 differ in reward_components;"),
@@ -38,8 +38,8 @@ def test_several_trajectories_are_numbered_and_have_keys_of_their_own() -> None:
         ({"versions": ()}, "no weight version for response token 0"),
     ],
 )
-def test_trajectories_that_cannot_be_one_sample_are_refused(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_trajectories_that_cannot_be_one_sample_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         sample_rows([ROW, replace(ROW, **changes)], 4, 1)
 
 

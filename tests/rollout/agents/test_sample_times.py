@@ -1,4 +1,4 @@
-"""The parts of a sample's time, and the samples of a step that are told of."""
+"""The parts of a sample's time, and the samples of a step that are reported."""
 
 from __future__ import annotations
 

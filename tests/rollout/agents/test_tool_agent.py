@@ -154,7 +154,7 @@ def test_bounds(config: Config, bounds: dict[str, Any], answer: str, finish: str
 
 
 @pytest.mark.parametrize(
-    ("bounds", "told"),
+    ("bounds", "reported"),
     [
         ({"tool_output_cut": "end"}, "a" * 64 + "\n[... 137 characters left out ...]\n"),
         ({"tool_output_cut": "beginning"}, "\n[... 137 characters left out ...]\n" + "b" * 64),
@@ -162,11 +162,11 @@ def test_bounds(config: Config, bounds: dict[str, Any], answer: str, finish: str
         ({"tool_output_cut": "end", "tool_output_note": ""}, "a" * 64),
     ],
 )
-def test_a_long_answer_is_cut_as_the_config_says(config: Config, bounds: dict[str, Any], told: str) -> None:
+def test_a_long_answer_is_cut_as_the_config_says(config: Config, bounds: dict[str, Any], reported: str) -> None:
     rewards = KeepingRewards()
     tool = Counter(answer=lambda _: "a" * 100 + "b" * 101)
     run(config, [call_text("add"), "4"], tool, rewards=rewards, max_tool_output_chars=64, **bounds)
-    assert rewards.judged[0].turns[1].text == told
+    assert rewards.judged[0].turns[1].text == reported
 
 
 @pytest.mark.parametrize("policy", ["truncate", "fail"])

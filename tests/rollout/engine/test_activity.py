@@ -114,7 +114,7 @@ def test_the_times_of_a_request() -> None:
     now = [5.0]
     times = RequestTimes(lambda: now[0])
     times.begin("a", 1.0)
-    assert times.parts("a", ended=False) == (4.0, 0.0), "it waits as long as the engine has not told of it"
+    assert times.parts("a", ended=False) == (4.0, 0.0), "it waits as long as the engine has not reported it"
     times.hear("a", output((QUEUED, 1.5), (SCHEDULED, 3.0), tokens=1), 4.5)
     now[0] = 50.0
     assert times.parts("a", ended=False) == (2.0, 1.5) == times.parts("a", ended=True)
@@ -123,7 +123,7 @@ def test_the_times_of_a_request() -> None:
     times.end("a")
     assert times.parts("a", ended=True) == (0.0, 0.0)
     times.begin("b", 40.0)
-    assert times.parts("b", ended=True) == (0.0, 0.0), "nothing is known of a request of which the engine told nothing"
+    assert times.parts("b", ended=True) == (0.0, 0.0), "nothing is known of a request that the engine never reported"
     times.hear("unknown", output((SCHEDULED, 3.0), tokens=1), 4.5)
 
 

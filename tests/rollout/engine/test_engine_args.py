@@ -52,7 +52,7 @@ def test_on_gpu_nothing_of_the_cpu_path_remains(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "policy"), [("sync", None), ("async", "priority")])
-def test_engines_schedule_by_priority_if_evaluations_run_beside_training(
+def test_engines_schedule_by_priority_if_evaluations_run_alongside_training(
     tmp_path: Path, mode: str, policy: str | None
 ) -> None:
     chosen = config(tmp_path, admission={"mode": mode})

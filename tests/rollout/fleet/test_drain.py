@@ -169,7 +169,7 @@ async def test_a_new_trainer_finds_it_open() -> None:
     assert late.done() and group.done()
 
 
-async def test_nobody_is_held_back_for_ever() -> None:
+async def test_nobody_is_held_back_forever() -> None:
     """The publication does not come, and nobody resets the fleet."""
     pool = Pool(1, generate_s=0.03, weight_sync_s=0.03)
     await pool.fleet.drain(1.0)

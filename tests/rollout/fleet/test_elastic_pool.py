@@ -36,9 +36,9 @@ class Pool:
         self.may_start.set()
         self.places: Callable[[], int] = lambda: self.room
         self.ended: list[Any] = []
-        self.told: list[str] = []
+        self.messages: list[str] = []
         self.elastic = ElasticPool(
-            fleet, TimeoutsConfig(rpc_s=rpc_s), self._start, self.ended.append, self._look, self.told.append
+            fleet, TimeoutsConfig(rpc_s=rpc_s), self._start, self.ended.append, self._look, self.messages.append
         )
         self.elastic.open()
 
@@ -149,7 +149,7 @@ async def test_all_others_lost_while_a_new_one_waits_for_its_weights_asks_for_a_
 
 
 @pytest.mark.parametrize(
-    ("ask", "told"),
+    ("ask", "message"),
     [
         (lambda elastic: elastic.drain(7), "there is no replica 7; there are 0, 1"),
         (lambda elastic: elastic.remove(-1), "there is no replica -1; there are 0, 1"),
@@ -162,13 +162,13 @@ async def test_all_others_lost_while_a_new_one_waits_for_its_weights_asks_for_a_
     ],
 )
 async def test_what_cannot_be_done_is_refused_and_changes_nothing(
-    ask: Callable[[ElasticPool], Awaitable[str]], told: str, monkeypatch: pytest.MonkeyPatch
+    ask: Callable[[ElasticPool], Awaitable[str]], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(elastic_pool, "ROOM_S", 0.0)
     fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)})
     pool = Pool(fleet, room=2)
     await pool.elastic.drain(1)
-    with pytest.raises(RolloutError, match=told):
+    with pytest.raises(RolloutError, match=message):
         await ask(pool.elastic)
     assert fleet.serving == [0] and fleet.members == [0, 1] and len(list(fleet.table)) == 2
 
@@ -197,15 +197,15 @@ async def test_a_replica_without_a_place_leaves_the_pool_and_comes_back_under_a_
     fleet.admit_joining()
     await pool.elastic.tend()
     await pool.elastic.tend()
-    [told] = pool.told
-    assert "goes on with 1 engines; 1 that were lost are started again as soon as there is room" in told
+    [message] = pool.messages
+    assert "goes on with 1 engines; 1 that were lost are started again as soon as there is room" in message
     pool.room = 4
     pool.elastic._look_at = 0.0
     await asyncio.sleep(0.05)  # in which the look that found no place ends
     await pool.elastic.tend()
     while fleet.table.missing:
         await asyncio.sleep(0.01)
-    assert pool.room == 3 and "1 engines that were lost are up again" in pool.told[-1]
+    assert pool.room == 3 and "1 engines that were lost are up again" in pool.messages[-1]
     assert await publish(fleet) == fleet.serving == [0, 2]
     with pytest.raises(NoPlace, match="no node has room for replica 0"):
         await fleet.restart([0, 2])
@@ -273,7 +273,7 @@ async def test_a_look_for_places_that_ray_does_not_answer_is_bounded_and_made_on
     assert fleet.table.unplaced == 0
 
 
-async def test_a_look_for_places_that_fails_is_told_and_tried_again() -> None:
+async def test_a_look_for_places_that_fails_is_reported_and_tried_again() -> None:
     def broken() -> int:
         raise ConnectionError("Ray's head is gone")
 
@@ -282,9 +282,9 @@ async def test_a_look_for_places_that_fails_is_told_and_tried_again() -> None:
     pool = Pool(fleet)
     pool.places = broken
     await pool.elastic.tend()
-    while len(pool.told) < 2:
+    while len(pool.messages) < 2:
         await asyncio.sleep(0.01)
-    assert pool.told[1] == "engines that were lost could not be started again: Ray's head is gone"
+    assert pool.messages[1] == "engines that were lost could not be started again: Ray's head is gone"
     pool.places, pool.elastic._look_at = lambda: 1, 0.0
     await pool.elastic.tend()
     while fleet.table.missing:

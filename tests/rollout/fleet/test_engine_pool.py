@@ -400,7 +400,7 @@ async def test_reset_replaces_what_cannot_serve() -> None:
 async def test_a_replica_that_the_trainer_has_quarantined_gets_nothing_more_and_refuses_the_next_sync() -> None:
     """Its responses go on elsewhere. The sync, which it refuses, replaces it, although it would answer."""
     sick = ScriptedReplica(0, 10**9, None)
-    sick.reset, sick.fail = Method(FakeReplica(0)._reset), Method((told := FakeReplica(0))._fail)  # type: ignore[attr-defined]
+    sick.reset, sick.fail = Method(FakeReplica(0)._reset), Method((failing := FakeReplica(0))._fail)  # type: ignore[attr-defined]
     fleet = fleet_of({0: sick, 1: FakeReplica(1)}, FakeReplica(0))
     fleet.expect_publication(True)
     running = asyncio.create_task(fleet.generate(RequestContext("a", home=0), requests(0)))
@@ -412,7 +412,7 @@ async def test_a_replica_that_the_trainer_has_quarantined_gets_nothing_more_and_
     assert fleet.serving == [1] and fleet.table[0].does == "lost"
     assert (await fleet.generate(RequestContext("b", home=0), requests(1)))[0].replica == 1
     await fleet.begin_sync()
-    assert len(told.told) == 1 and "alarm replica_gap of replica 0" in told.told[0]
+    assert len(failing.said) == 1 and "alarm replica_gap of replica 0" in failing.said[0]
     await fleet.restart([0])
     fleet.admit_joining()
     assert fleet.serving == [0, 1]

@@ -157,7 +157,7 @@ async def test_the_time_also_runs_while_all_are_held_back() -> None:
 @pytest.mark.parametrize(
     ("error", "failure"), [(RequestFailed("too long"), "refused"), (ReplicaFailed(0, "it is dead"), "unavailable")]
 )
-async def test_failures_are_told(error: Exception, failure: str) -> None:
+async def test_failures_are_reported(error: Exception, failure: str) -> None:
     requests = ExternalRequests(fleet_of({0: FakeReplica(0, error)}), serves=True)
     gateway = Gateway(requests)
     await gateway.give(asked("a"))

@@ -345,7 +345,7 @@ async def test_a_lost_replica_that_is_sound_serves_again_after_the_next_sync() -
     await until(lambda: len(late.reported) > late.rounds)
     fleet.table.lose(0, ReplicaFailed(0, "its report was late"))
     await fleet.begin_sync()
-    assert fleet.serving == [1] and not other.told
+    assert fleet.serving == [1] and not other.said
     fleet.admit_joining()
     assert fleet.serving == [0, 1] and not fleet.lost
     stuck.set()  # the call of before ends now, and says nothing about the replica of today
@@ -366,7 +366,7 @@ async def test_a_lost_replica_that_cannot_be_reset_refuses_the_next_sync_so_that
     restart = asyncio.create_task(fleet.restart([2]))
     await until(lambda: starting.begun)
     await fleet.begin_sync()
-    assert [each.told for each in replicas.values()] == [[], ["was lost: its report was late"], []]
+    assert [each.said for each in replicas.values()] == [[], ["was lost: its report was late"], []]
     starting.go.set()
     await restart
 
@@ -381,7 +381,7 @@ async def test_a_lost_replica_that_is_dead_does_not_hold_the_next_sync(
     fleet = fleet_of({0: replica})
     fleet.table.lose(0, ReplicaFailed(0, "it died"))
     await asyncio.wait_for(fleet.begin_sync(), 1)
-    assert list(fleet.lost) == [0] and not replica.told
+    assert list(fleet.lost) == [0] and not replica.said
 
 
 async def test_a_lost_replica_takes_part_in_a_sync_that_would_not_replace_it() -> None:
@@ -395,7 +395,7 @@ async def test_a_lost_replica_takes_part_in_a_sync_that_would_not_replace_it() -
     fleet = fleet_of(replicas, sync_restarts=0)
     fleet.table.lose(0, ReplicaFailed(0, "its report was late"))
     await fleet.begin_sync()
-    assert fleet.serving == [1] and list(fleet.lost) == [0] and not replicas[0].told
+    assert fleet.serving == [1] and list(fleet.lost) == [0] and not replicas[0].said
 
 
 async def test_a_request_that_ends_every_engine_fails_after_some_and_leaves_the_others() -> None:
@@ -416,7 +416,7 @@ class Paced(SharesCalls):
         self.limits: dict[str, int] = {}
         self.generate, self.report = Method(self._generate), Method(self._report)
         fake = FakeReplica(index)
-        self.told, self.reset, self.fail = fake.told, fake.reset, fake.fail
+        self.said, self.reset, self.fail = fake.said, fake.reset, fake.fail
 
     async def _generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
         self.limits |= {each.request_id: each.sampling.max_tokens for each in requests}
@@ -449,7 +449,7 @@ async def test_an_engine_that_is_far_slower_than_the_others_is_drained_and_not_u
     [moved] = [result for result in results if result.lost_replicas]
     assert moved.response_ids[0] == 1 and moved.response_ids[-1] in (0, 2) and len(moved.response_ids) == 400
     await fleet.begin_sync()
-    assert replicas[1].told and not fleet.table[1].coming, "the sync replaces it"
+    assert replicas[1].said and not fleet.table[1].coming, "the sync replaces it"
 
 
 async def test_an_engine_that_was_drained_is_replaced_when_the_trainer_restarts() -> None:

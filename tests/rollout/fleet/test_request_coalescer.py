@@ -79,7 +79,7 @@ async def test_whoever_shared_a_call_shares_its_failure_and_the_clock_is_told() 
         *(batcher.generate(request(n), RequestContext(1)) for n in "ab"), return_exceptions=True
     )
     assert [str(answer) for answer in answers] == ["lost", "lost"]
-    assert clock.take(3.0) == 0.0  # nothing is under way any more, and an engine told of no second
+    assert clock.take(3.0) == 0.0  # nothing is under way any more, and an engine heard of no second
 
 
 async def test_cancel_ends_calls_and_whoever_waits_for_them() -> None:

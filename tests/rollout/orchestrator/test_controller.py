@@ -85,8 +85,8 @@ async def test_versions_without_admission_start_nothing(local: LocalController) 
 async def test_a_batch_that_does_not_come_names_the_groups_in_flight(local: LocalController) -> None:
     local.fleet.held = {1}
     await local.controller.set_version(0)
-    told = r"waited 0 s for the batch of step 0; 1 groups in flight: \[1\].*; 3 samples wait for their reward"
-    with pytest.raises(BatchNotReady, match=told):
+    said = r"waited 0 s for the batch of step 0; 1 groups in flight: \[1\].*; 3 samples wait for their reward"
+    with pytest.raises(BatchNotReady, match=said):
         await local.controller.wait_batch(0, 0.1)
     await local.controller.shutdown()
 
@@ -332,18 +332,18 @@ async def test_a_failed_group_is_not_replaced(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("served", "told"),
+    ("served", "said"),
     [
         (8, "group 0 has tokens of version 8, which was never published; the last is 7"),
         (6, "group 0 was started at version 7 and has a token of version 6"),
     ],
 )
-async def test_tokens_labelled_with_another_version_end_the_run(local: LocalController, served: int, told: str) -> None:
+async def test_tokens_labelled_with_another_version_end_the_run(local: LocalController, served: int, said: str) -> None:
     """Already in the first step, whose batch the trainer does not get."""
     local.fleet.version = lambda: served
     await local.controller.announce(7)
     await local.controller.set_version(7)
-    with pytest.raises(RolloutError, match=told):
+    with pytest.raises(RolloutError, match=said):
         await local.controller.wait_batch(0, WAIT_S)
 
 

@@ -114,7 +114,7 @@ LATE = RewardOutcome(0.0, error="timeout: no reward after 3 s", reason="timeout"
         (Pool("length"), GOOD, 0, 0),
         (Pool("stop"), LATE, 0, 6),
         (Pool("abort"), GOOD, 6, 0),
-        (Pool("abort"), LATE, 6, 0),  # one failure, told by its cause
+        (Pool("abort"), LATE, 6, 0),  # one failure, reported by its cause
         (Pool("stop", float("nan")), GOOD, 6, 0),
     ],
 )

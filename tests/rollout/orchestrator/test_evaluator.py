@@ -132,7 +132,7 @@ async def test_a_trainer_that_waits_for_it_learns_soon_that_no_replica_is_left(m
     await asyncio.sleep(0)
     fleet.needs_publication = "replica 0 has died"
     assert await waiting == PublicationNeeded("replica 0 has died")
-    assert await controller.take_evaluations() == [], "who does not wait is not told"
+    assert await controller.take_evaluations() == [], "who does not wait hears nothing"
     fleet.needs_publication = ""
     engines.open.set()
     assert len(await controller.take_evaluations(WAIT_S)) == 1

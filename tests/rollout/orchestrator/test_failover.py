@@ -1,4 +1,4 @@
-"""A new controller in place of a dead one: what it is told, and that no group is trained twice or lost."""
+"""A new controller in place of a dead one: what it gets, and that no group is trained twice or lost."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ async def test_the_curriculum_learns_the_rewards_of_the_batches_in_hand(
     await trainer.local.controller.shutdown()
 
 
-async def test_an_evaluation_beside_training_is_begun_again_with_the_version_that_is_served(
+async def test_an_evaluation_alongside_training_is_begun_again_with_the_version_that_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(local_controller(settings_of(), tmp_path, monkeypatch))

@@ -329,7 +329,7 @@ def test_settings_have_the_digests_that_a_journal_of_b761bc2e_has_for_them() -> 
     assert changed != found and changed | {"sampling": found["sampling"]} == found
 
 
-async def test_a_journal_that_cannot_be_read_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_journal_that_cannot_be_read_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     JournalFile(tmp_path / JOURNAL_FILE).append([b"\x02\x00\x00\x00{}"])
     await first_attempt(controller(tmp_path, monkeypatch), tmp_path)
     records = JournalFile(tmp_path / JOURNAL_FILE).read()

@@ -96,7 +96,7 @@ def test_a_write_that_fails_leaves_the_records_before_it(tmp_path: Path, monkeyp
     assert JournalFile(journal.path).read() == [*RECORDS, b"four"]
 
 
-def test_the_head_counts_groups_beside_records(tmp_path: Path) -> None:
+def test_the_head_counts_groups_alongside_records(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = JournalFile(path)
     assert groups_started(path) == 0

@@ -18,7 +18,7 @@ from megarl.rollout.resume.lineage import (
 FIRST = next_epoch(INITIAL, 0)
 SECOND = next_epoch(FIRST, 4, FIRST)  # resumed at version 4
 THIRD = next_epoch(SECOND, 6, SECOND)
-BESIDE = next_epoch(FIRST, 2, THIRD)  # back to version 2, in which epochs 1 and 2 have no part
+BRANCH = next_epoch(FIRST, 2, THIRD)  # back to version 2, in which epochs 1 and 2 have no part
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ BESIDE = next_epoch(FIRST, 2, THIRD)  # back to version 2, in which epochs 1 and
         (FIRST, SECOND, 9, 4),
         (SECOND, FIRST, 9, 4),  # a checkpoint of the first epoch that had been set aside
         (THIRD, FIRST, 3, 3),
-        (THIRD, BESIDE, 9, 2),
-        (BESIDE, THIRD, 9, 2),
+        (THIRD, BRANCH, 9, 2),
+        (BRANCH, THIRD, 9, 2),
         (THIRD, SECOND, 9, 6),
         (FIRST, INITIAL, 0, 0),
         (FIRST, next_epoch(INITIAL, 0), 8, 0),  # another run of the same model
@@ -42,8 +42,8 @@ def test_the_last_version_in_common(other: Lineage, resumed: Lineage, version: i
 
 
 def test_epochs_are_numbered_over_all_histories_of_a_run() -> None:
-    assert [each[-1].number for each in (INITIAL, FIRST, SECOND, THIRD, BESIDE)] == [-1, 0, 1, 2, 3]
-    assert read_lineage(lineage_content(BESIDE)) == BESIDE
+    assert [each[-1].number for each in (INITIAL, FIRST, SECOND, THIRD, BRANCH)] == [-1, 0, 1, 2, 3]
+    assert read_lineage(lineage_content(BRANCH)) == BRANCH
 
 
 def test_tokens_of_lost_updates_count_as_older_by_the_way_back() -> None:
@@ -51,5 +51,5 @@ def test_tokens_of_lost_updates_count_as_older_by_the_way_back() -> None:
     present = recount(spans, 5, THIRD)
     assert present == (spans[0], VersionSpan(6, 1, 2, lost=1, epoch=1), VersionSpan(8, 2, 3, lost=3, epoch=2))
     assert [span.counts_as for span in present] == [4, 4, 2]
-    assert [span.lost for span in recount(present, 3, BESIDE)] == [1, 3, 5]
+    assert [span.lost for span in recount(present, 3, BRANCH)] == [1, 3, 5]
     assert recount(present, 9, THIRD) == present  # what is lost does not come back

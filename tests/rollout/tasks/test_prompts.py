@@ -372,13 +372,13 @@ def test_steps_of_sets_are_refused_where_groups_do_not_tell_the_step(model: Path
 
 
 def test_sets_that_are_scheduled_wrongly_are_refused(model: Path, tmp_path: Path) -> None:
-    for fields, told in (
+    for fields, reported in (
         ({"until_step": 1}, "data.sets: no set has prompts for step 1; change from_step or until_step of one"),
         ({"from_step": 2, "until_step": 2}, "data.sets.0.until_step: 2 is not after from_step=2, so the set would nev"),
     ):
         with pytest.raises(ConfigError) as refused:
             check(shown(tmp_path, model, 8, **fields), device="cpu")
-        assert any(problem.startswith(told) for problem in refused.value.problems), refused.value.problems
+        assert any(problem.startswith(reported) for problem in refused.value.problems), refused.value.problems
 
 
 def test_demonstrations_that_would_change_nothing_are_refused(model: Path, tmp_path: Path) -> None:

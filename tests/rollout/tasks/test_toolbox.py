@@ -90,7 +90,7 @@ def test_functions_and_shipped_tools_are_made_under_their_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "kwargs", "told"),
+    ("kind", "kwargs", "message"),
     [
         (
             "no_such_module:f",
@@ -103,25 +103,25 @@ def test_functions_and_shipped_tools_are_made_under_their_names() -> None:
         ("examples.rl.agents.digits:Digits", {"x": 1}, "tools.0: .* cannot be made"),
     ],
 )
-def test_a_tool_that_cannot_be_made_is_told(kind: str, kwargs: dict[str, Any], told: str) -> None:
+def test_a_tool_that_cannot_be_made_is_reported(kind: str, kwargs: dict[str, Any], message: str) -> None:
     from megarl.config.schema.agent import ToolConfig
 
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         make_tool(ToolConfig(kind=kind, kwargs=kwargs), "tools.0")
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "message"),
     [
         ("tests.support.agents.half_tools:NoSchema", "has no parameters, idempotent, async call, which a tool needs"),
         ("tests.support.agents.half_tools:FailsToStart", "its class failed with KeyError: 'server'"),
         ("tests.support.agents.half_tools:WrongSchema", "it is no tool: parameters is wrong or missing"),
     ],
 )
-def test_a_class_that_is_no_tool_is_refused_with_its_key(path: str, told: str) -> None:
+def test_a_class_that_is_no_tool_is_refused_with_its_key(path: str, message: str) -> None:
     from megarl.config.schema.agent import ToolConfig
 
-    with pytest.raises(ValueError, match=rf"^tools\.0: .*{told}"):
+    with pytest.raises(ValueError, match=rf"^tools\.0: .*{message}"):
         make_tool(ToolConfig(kind=path), "tools.0")
 
 
@@ -157,7 +157,7 @@ def test_arguments_of_every_kind_may_be_secrets(monkeypatch: pytest.MonkeyPatch)
     from megarl.config.schema.agent import ToolConfig
 
     monkeypatch.setenv("TOOL_URL", "http://far:1")
-    monkeypatch.setenv("TOOL_TOKEN", "told")
+    monkeypatch.setenv("TOOL_TOKEN", "message")
     kwargs = {"url": {"env": "TOOL_URL"}, "description": "x", "parameters": OBJECT, "token": {"env": "TOOL_TOKEN"}}
     remote: Any = make_tool(ToolConfig(kind="http", name="far", kwargs=kwargs), "tools.0")
     assert str(remote._url) == "http://far:1"

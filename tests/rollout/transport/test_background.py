@@ -122,14 +122,14 @@ async def test_a_task_that_fails_while_it_is_dropped_is_forgotten_too() -> None:
 async def test_a_cancelled_task_is_no_failure() -> None:
     ended = []
 
-    async def wait_for_ever() -> None:
+    async def wait_forever() -> None:
         try:
             await asyncio.sleep(60)
         finally:
             ended.append(1)
 
     tasks = BackgroundTasks()
-    tasks.start(wait_for_ever())
+    tasks.start(wait_forever())
     await asyncio.sleep(0)
     tasks.cancel()
     await tasks.changed.wait()

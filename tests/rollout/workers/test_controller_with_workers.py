@@ -76,7 +76,7 @@ async def test_a_batch_that_does_not_come_says_which_worker_has_how_many_groups(
     await crew.pool.close()
 
 
-async def test_what_comes_late_from_before_a_trainer_began_anew_changes_nothing(
+async def test_what_comes_late_from_before_a_trainer_began_again_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that the workers have said of the history before is said again, and ends of other kinds alongside it."""
@@ -97,16 +97,16 @@ async def test_what_comes_late_from_before_a_trainer_began_anew_changes_nothing(
     while len(controller._running.progress) < GROUPS:
         await asyncio.sleep(0.01)
     before = {group: progress.begun() for group, progress in controller._running.progress.items()}
-    told = [message for worker in crew.made for report in worker.kept_reports for message in report.messages]
-    ended = next(message for message in told if isinstance(message, Ended))
+    reported = [message for worker in crew.made for report in worker.kept_reports for message in report.messages]
+    ended = next(message for message in reported if isinstance(message, Ended))
     runs = range(2 * GROUPS)  # those of the history before
     for run in runs:
-        told += [
+        reported += [
             replace(ended, run=run),
             Frozen(run, 0, FrozenLoop("stale", version=99)),
             Ended(run, SentFailure("RolloutError", "stale"), ended.stats),
         ]
-    old = [message for message in told if message.run in runs]
+    old = [message for message in reported if message.run in runs]
     counters, stats = await controller.counters(), repr(controller._running.stats)
     await crew.pool._receive(Parcel(99, tuple(old)))
     await asyncio.sleep(0.1)

@@ -126,10 +126,10 @@ class Scene:
 
     def asked(self) -> list[tuple[Any, ...]]:
         """All that the engines were asked, in an order that does not depend on who was first."""
-        told = [(str(each.request_id), each, prefix, near) for each, prefix, near in self.pool.sent]
+        received = [(str(each.request_id), each, prefix, near) for each, prefix, near in self.pool.sent]
         # Those that share no beginning are named by the first of their call, which depends on who was first.
         return sorted(
-            (name, each, None if isinstance(prefix, str) else prefix, near) for name, each, prefix, near in told
+            (name, each, None if isinstance(prefix, str) else prefix, near) for name, each, prefix, near in received
         )
 
 
@@ -148,7 +148,7 @@ def test_workers_make_the_responses_that_the_controller_makes() -> None:
     assert scene.asked() == SCENE_HERE.asked() and len(scene.pool.sent) == len(TURNS) * RESPONSES
     assert len(scene.add.calls) == 2 * RESPONSES and len(scene.book.calls) == RESPONSES
     assert HERE.greedy.mean.value == 1.0 and HERE.oldest == HERE.newest == 3
-    starts = [[each for each in worker.told if isinstance(each, Start)] for worker in scene.crew.made]
+    starts = [[each for each in worker.received if isinstance(each, Start)] for worker in scene.crew.made]
     assert [len(each) for each in starts] == [5, 4], "each of the two has its part"
     assert not scene.crew.pool._runs and not any(worker.loops._runs for worker in scene.crew.made)
     assert {worker.loops.under_way() for worker in scene.crew.made} == {0}

@@ -253,7 +253,7 @@ def test_a_checkpoint_gets_no_evaluation_of_later_weights(make_run: Callable[...
     assert run.session is not None and run.session.steps_done == 2
 
 
-BESIDE = {"admission": {"mode": "async", "sync_interval": 1}, "evaluation__every": 2}
+ALONGSIDE = {"admission": {"mode": "async", "sync_interval": 1}, "evaluation__every": 2}
 
 
 def evaluations_and_publications(journal: list[str]) -> list[str]:
@@ -263,7 +263,7 @@ def evaluations_and_publications(journal: list[str]) -> list[str]:
 
 def test_training_goes_on_while_an_evaluation_runs(make_run: Callable[..., FakeRun]) -> None:
     """None ends before somebody waits for it: the trainer does before the next one, and before the last publication."""
-    journal = evaluations_and_publications(journal_of_training(make_run(5, **BESIDE)))
+    journal = evaluations_and_publications(journal_of_training(make_run(5, **ALONGSIDE)))
     batches = [line for line in journal if line.startswith("take batch")]
     assert batches == [f"take batch {step} for version {step}" for step in range(5)]
     assert [line for line in journal if line not in batches] == [
@@ -285,7 +285,7 @@ def test_training_goes_on_while_an_evaluation_runs(make_run: Callable[..., FakeR
 
 
 def test_an_evaluation_that_has_ended_is_recorded_after_the_step(make_run: Callable[..., FakeRun]) -> None:
-    run = make_run(5, **BESIDE)
+    run = make_run(5, **ALONGSIDE)
     run.evaluated = True
     journal = journal_of_training(run)
     record = journal.index("record step_2 at 2 (written at 3) of version 2: ['report of version 2']")
@@ -294,13 +294,13 @@ def test_an_evaluation_that_has_ended_is_recorded_after_the_step(make_run: Calla
 
 def test_a_resumed_run_begins_again_what_had_not_ended(make_run: Callable[..., FakeRun]) -> None:
     """An evaluation that a checkpoint does not name had ended, and is in the metrics up to it."""
-    run = make_run(5, **BESIDE)
+    run = make_run(5, **ALONGSIDE)
     run.due = {3}
     journal_of_training(run)
     assert run.session is not None
     [saved] = run.session.checkpointer.saved.values()  # type: ignore[attr-defined]
     assert saved["evaluations"] == {"step_2": [2, 2]}
-    again = make_run(5, **BESIDE)
+    again = make_run(5, **ALONGSIDE)
     again.record = {**OLD_RECORD, "step": 3, "version": 3, "evaluations": saved["evaluations"]}
     journal = evaluations_and_publications(journal_of_training(again))
     assert journal[:2] == ["publish 3", "start evaluation step_2 of version 3"]
@@ -309,7 +309,7 @@ def test_a_resumed_run_begins_again_what_had_not_ended(make_run: Callable[..., F
 
 
 def test_what_has_ended_when_a_checkpoint_is_saved_is_not_begun_again(make_run: Callable[..., FakeRun]) -> None:
-    run = make_run(5, **BESIDE)
+    run = make_run(5, **ALONGSIDE)
     run.stop_after = {3: "SIGTERM"}
     run.train = lambda: setattr(run, "evaluated", "commit 1" in run.journal)
     journal = journal_of_training(run)
@@ -321,7 +321,7 @@ def test_what_has_ended_when_a_checkpoint_is_saved_is_not_begun_again(make_run: 
 
 
 def test_an_evaluation_that_runs_when_the_run_stops_is_not_awaited(make_run: Callable[..., FakeRun]) -> None:
-    run = make_run(5, **BESIDE)
+    run = make_run(5, **ALONGSIDE)
     run.stop_after = {3: "SIGTERM"}
     journal_of_training(run)
     assert run.session is not None
@@ -420,12 +420,12 @@ def test_a_batch_may_lose_all_engines_more_often_than_an_evaluation(make_run: Ca
     assert "commit 0" in run.journal
 
 
-def test_an_evaluation_beside_training_that_loses_all_engines_goes_on_with_new_ones(
+def test_an_evaluation_alongside_training_that_loses_all_engines_goes_on_with_new_ones(
     make_run: Callable[..., FakeRun],
 ) -> None:
     """It is not begun again, and like a batch it may lose them more often: its responses fail by themselves."""
-    run = make_run(5, **BESIDE)
-    run.lost_beside = {"step_2": 1, "step_4": 2 * MOST_PUBLICATIONS}
+    run = make_run(5, **ALONGSIDE)
+    run.lost_alongside = {"step_2": 1, "step_4": 2 * MOST_PUBLICATIONS}
     journal = evaluations_and_publications(journal_of_training(run))
     assert journal.count("publish 4") == 2 and journal.count("publish 5") == 1 + 2 * MOST_PUBLICATIONS
     first = journal.index("publish 4")

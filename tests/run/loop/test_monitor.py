@@ -24,7 +24,7 @@ ASYNC = {"mode": "async", "sync_interval": 1, "max_staleness": 4}
 
 
 class Made:
-    """A monitor with a pool that takes out what it is asked to, unless it is told not to, and steps for it."""
+    """A monitor with a pool that takes out what it is asked to, unless it must not, and steps for it."""
 
     def __init__(self, **changes: Any) -> None:
         settings = {"rollout__replicas": 2, "admission": ASYNC, "monitor__min_tokens": 1} | changes
@@ -168,8 +168,11 @@ def test_a_replica_that_is_sick_again_and_again_is_left_to_the_user() -> None:
     for version in range(6):
         run.step(version, {0: 0.01, 1: 0.9})
     assert run.taken == [1, 1, 1]
-    [told] = run.said
-    assert told.startswith("alarm replica_gap of replica 1: 30 is above 4") and "quarantined 3 times already" in told
+    [reported] = run.said
+    assert (
+        reported.startswith("alarm replica_gap of replica 1: 30 is above 4")
+        and "quarantined 3 times already" in reported
+    )
 
 
 def test_a_replica_that_cannot_be_taken_out_is_not_counted_as_such() -> None:

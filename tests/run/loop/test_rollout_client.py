@@ -452,7 +452,7 @@ def test_every_rank_gets_the_evaluation(links: Links) -> None:
     assert links.journal.of(0).count("evaluate 0 before") == 2
 
 
-def test_rank_0_starts_and_collects_evaluations_beside_training(links: Links) -> None:
+def test_rank_0_starts_and_collects_evaluations_alongside_training(links: Links) -> None:
     """The others neither wait nor learn of it, until all wait for the one that runs."""
 
     def evaluate(link: Link) -> list[Any]:
@@ -466,7 +466,7 @@ def test_rank_0_starts_and_collects_evaluations_beside_training(links: Links) ->
     assert links.journal.of(0)[3:] == ["start_evaluation 0 step_2"]
 
 
-def test_every_rank_learns_that_an_evaluation_beside_training_needs_a_publication(
+def test_every_rank_learns_that_an_evaluation_alongside_training_needs_a_publication(
     links: Links, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = PublicationNeeded("replica 0 has died")

@@ -129,8 +129,8 @@ def test_a_resume_with_nothing_left_to_train_says_so(run: FakeRun) -> None:
     run.record = {**OLD_RECORD, "step": 7}
     session = run.build()
     assert list(session.steps()) == []
-    told = "the checkpoint has 7 steps and run.steps is 5: nothing is left to train"
-    assert told in session.recorder.said  # type: ignore[attr-defined]
+    message = "the checkpoint has 7 steps and run.steps is 5: nothing is left to train"
+    assert message in session.recorder.said  # type: ignore[attr-defined]
 
 
 def test_a_stop_after_the_last_step_is_a_stop(run: FakeRun) -> None:
@@ -188,8 +188,8 @@ def test_a_run_whose_last_save_failed_is_a_failure(run: FakeRun) -> None:
         LastSaveFailed, match=r"all 5 steps are trained, but the checkpoint of step 5 could not be saved"
     ):
         session.finish()
-    told = "all 5 steps are trained, but the checkpoint of step 5 could not be saved"
-    end = f"end: ExitRecord(status='failed', step=0, reason='{told}', unsaved_steps=0)"
+    message = "all 5 steps are trained, but the checkpoint of step 5 could not be saved"
+    end = f"end: ExitRecord(status='failed', step=0, reason='{message}', unsaved_steps=0)"
     assert run.journal == ["complete the save", end]
     assert session.recorder.summary.failed_saves == 2
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.world
 
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {}], ids=["one replica", "two replicas"])
 def test_a_thread_shares_batches_while_the_ranks_train(world: Callable[[int], Any], layout: dict[str, int]) -> None:
-    got = world(2).run("tests.support.ranks.sync.channel:beside_training", layout=layout)
+    got = world(2).run("tests.support.ranks.sync.channel:alongside_training", layout=layout)
     replicas = 1 if layout else 2
     for rank, part in enumerate(got):
         first, shares, hashes = part["found"]

@@ -106,6 +106,6 @@ def test_ranks_use_no_store_of_a_stranger(case: str, launched: pytest.MonkeyPatc
         "another address": sign(SECRET, NAME, elsewhere),
     }
     stranger.set(NAME, values[case])
-    told = "rank 0 serves it at" if case == "another address" else "was not written by a process of this run"
-    with pytest.raises(NotAuthentic, match=told):
+    message = "rank 0 serves it at" if case == "another address" else "was not written by a process of this run"
+    with pytest.raises(NotAuthentic, match=message):
         _own_store(1, 5.0, SECRET)

@@ -43,8 +43,8 @@ def test_a_run_that_has_lost_its_directory_only_tells_the_user(tmp_path: Path, f
     terminal = io.StringIO()
     assert not FailureReport(tmp_path, 1, mine).claim(ValueError("no such thing"), terminal, tmp_path / "log")
     assert tree_of(tmp_path) == before
-    told = terminal.getvalue()
-    assert told.startswith("megarl: no such thing\n") and f"{tmp_path} was taken by torchrun" in told
+    reported = terminal.getvalue()
+    assert reported.startswith("megarl: no such thing\n") and f"{tmp_path} was taken by torchrun" in reported
 
 
 def test_a_run_that_holds_its_directory_or_whose_claim_is_given_up_reports(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def test_what_no_rank_of_the_run_has_signed_is_no_sign_of_life(
         found = found or world.turn()
     assert found[0].rank == 1
     assert "was not written by a process of this run" in caplog.text
-    assert world.watches[0]._told is None
+    assert world.watches[0]._reported is None
 
 
 GAPS = st.lists(st.integers(1, 4), max_size=20)  # looks from one stamp of a rank to the next one
@@ -284,7 +284,7 @@ class Ended:
 def test_the_silent_rank_is_reported_then_killed_where_it_runs_and_all_ranks_end(
     host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 finds it; rank 1 is told, and reports nothing. Neither waits longer than `timeouts.shutdown_s`."""
+    """Rank 0 finds it; rank 1 is notified, and reports nothing. Neither waits longer than `timeouts.shutdown_s`."""
     monkeypatch.setattr(rank_watch, "INTERVAL_S", 0.01)
     victim = subprocess.Popen(["sleep", "300"])
     process = ProcessId.of(victim.pid)

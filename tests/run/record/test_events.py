@@ -78,7 +78,7 @@ def test_the_end_of_the_history_is_the_last_line_that_is_kept(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("error", "restarts", "told"),
+    ("error", "restarts", "reported"),
     [
         (RuntimeError("disk"), False, [("fault", "run")]),
         (RuntimeError("disk"), True, [("fault", "ranks")]),
@@ -86,12 +86,12 @@ def test_the_end_of_the_history_is_the_last_line_that_is_kept(tmp_path: Path, mo
     ],
 )
 def test_the_end_of_a_rank_by_a_failure(
-    tmp_path: Path, error: Exception, restarts: bool, told: list[tuple[str, str]]
+    tmp_path: Path, error: Exception, restarts: bool, reported: list[tuple[str, str]]
 ) -> None:
     """The rank that has failed reports it; one that follows another does not."""
     begin_events(tmp_path, 0, 8)
     end_with_failure(error, restarts=restarts)
-    assert [(each.name, each.args["kind"]) for each in read_events(tmp_path)] == told
+    assert [(each.name, each.args["kind"]) for each in read_events(tmp_path)] == reported
 
 
 def test_ranks_that_torchrun_has_started_again_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,7 +330,7 @@ def test_an_evaluation_is_written_at_the_steps_done_with_its_version(
     assert {part.key: part.state_dict() for part in recorder.parts}["metrics"] == {}
 
 
-def test_an_evaluation_beside_training_is_written_when_it_has_ended(
+def test_an_evaluation_alongside_training_is_written_when_it_has_ended(
     open_recorder: Callable[..., Recorder], config: Config
 ) -> None:
     """It says when it began and what it saw; the metrics of a mixture belong to no checkpoint."""

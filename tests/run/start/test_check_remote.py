@@ -19,14 +19,14 @@ LEFT = "left to the start where the run will be: tokenizer and chat template, le
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [
         ("absent", f"reward.function '{FUNCTIONS}:absent' cannot be imported: AttributeError"),
         ("by_response", "a reward must be a number or a RewardResult, not None"),
     ],
 )
 def test_a_recipe_without_its_model_is_refused_for_a_reward_that_cannot_be_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str, message: str
 ) -> None:
     data = tmp_path / "mine.jsonl"
     data.write_text('{"question": "1+1?", "answer": "#### none"}\n')
@@ -34,7 +34,7 @@ def test_a_recipe_without_its_model_is_refused_for_a_reward_that_cannot_be_used(
     with pytest.raises(SystemExit, match="2"):
         main.main(["train", "--config", RECIPE, "--dry-run", *own])
     refused = capsys.readouterr()
-    assert told in refused.err and "--no-files of `megarl plan`" in refused.err and not refused.out
+    assert message in refused.err and "--no-files of `megarl plan`" in refused.err and not refused.out
     assert main.main(["plan", "--config", RECIPE, "--no-files", *own]) == 0
 
 
@@ -43,9 +43,9 @@ def test_a_recipe_without_its_model_and_data_says_what_was_left_out(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main.main(["train", "--config", RECIPE, "--dry-run"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "note: reward.function: imported and not called, because data.path is not here" in told
-    assert f"note: {LEFT}the checkpoint to resume from" in told
+    message = " ".join(capsys.readouterr().out.split())
+    assert "note: reward.function: imported and not called, because data.path is not here" in message
+    assert f"note: {LEFT}the checkpoint to resume from" in message
 
 
 def test_a_reward_is_called_where_the_file_of_one_of_its_sets_is_here(data: Path, tmp_path: Path) -> None:

@@ -38,17 +38,17 @@ def with_header(path: Path, change: Any) -> None:
     path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + whole[8 + length :])
 
 
-def test_all_problems_are_told_together(model: Path, data: Path) -> None:
+def test_all_problems_are_reported_together(model: Path, data: Path) -> None:
     data.write_text(data.read_text() + "no\n")
     (model / "chat_template.jinja").unlink()
     with (model / "model.safetensors").open("r+b") as file:
         file.truncate(file.seek(0, os.SEEK_END) - 8)
-    told = problems_of(config(model, data, reward__function=BROKEN))
-    assert [each.partition(":")[0] for each in told] == ["data", "model.path", "model.path", "reward.function"]
-    assert f"{data}:5:1: not JSON" in told[0] and "has no chat template: put a chat_template.jinja" in told[1]
-    assert f"{model / 'model.safetensors'} is not a complete safetensors file" in told[2]
-    assert f"the first row of {data}" in told[3] and "LookupError: the judge has no key" in told[3]
-    assert "reward.trial_call: false" in told[3]
+    reported = problems_of(config(model, data, reward__function=BROKEN))
+    assert [each.partition(":")[0] for each in reported] == ["data", "model.path", "model.path", "reward.function"]
+    assert f"{data}:5:1: not JSON" in reported[0] and "has no chat template: put a chat_template.jinja" in reported[1]
+    assert f"{model / 'model.safetensors'} is not a complete safetensors file" in reported[2]
+    assert f"the first row of {data}" in reported[3] and "LookupError: the judge has no key" in reported[3]
+    assert "reward.trial_call: false" in reported[3]
 
 
 def test_a_function_may_fail_where_the_config_says_what_that_means(sound: Path, data: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_missing_and_a_misshapen_tensor_are_named(model: Path, data: Path) -> 
     assert check_start(unread, load_info(model)).warnings == []
 
 
-def test_a_checkpoint_that_is_to_be_resumed_and_is_not_there_is_told_too(
+def test_a_checkpoint_that_is_to_be_resumed_and_is_not_there_is_reported_too(
     sound: Path, data: Path, tmp_path: Path
 ) -> None:
     sections: dict[str, Any] = {"data": {"path": str(data)}, "checkpoint": {"resume": str(tmp_path / "gone")}}
@@ -130,7 +130,7 @@ def test_of_a_long_prompt_both_ends_are_shown(sound: Path, data: Path, monkeypat
     assert text == "<|im_start|>user\nabcxx\n[... 18 characters ...]\n<|im_start|>assistant\n"
 
 
-def test_rows_that_a_shipped_reward_cannot_use_are_told_together(model: Path, data: Path) -> None:
+def test_rows_that_a_shipped_reward_cannot_use_are_reported_together(model: Path, data: Path) -> None:
     rows = [{"problem": "p", "answer": "1"}, {"problem": "p", "answer": "two"}, {"problem": "p", "answer": "three"}]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     [problem] = problems_of(config(model, data, reward__function="gsm8k"))
@@ -181,8 +181,8 @@ def test_data_that_are_here_are_checked_although_the_model_is_not(
     command = ["train", "--config", str(recipe), "--dry-run", f"data.path={tmp_path / 'mine.jsonl'}"]
     with pytest.raises(SystemExit, match="2"):
         main.main(command)
-    told = capsys.readouterr()
-    assert f"data: {tmp_path / 'mine.jsonl'}:2:" in told.err and not told.out
+    reported = capsys.readouterr()
+    assert f"data: {tmp_path / 'mine.jsonl'}:2:" in reported.err and not reported.out
     with pytest.raises(SystemExit, match="2"):
         main.main(
             ["train", "--config", str(recipe), "--dry-run", "--all-mistakes", f"data.path={tmp_path / 'mine.jsonl'}"]

@@ -77,7 +77,7 @@ def test_the_first_rank_tells_torchrun_how_long_a_step_and_a_save_may_take(
     monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     """Otherwise torchrun kills the ranks 30 s after a stop signal, in the middle of a save."""
-    told: list[int] = []
+    reported: list[int] = []
 
     def begin_events(*_: object) -> None:
         raise Stopped
@@ -88,7 +88,7 @@ def test_the_first_rank_tells_torchrun_how_long_a_step_and_a_save_may_take(
     monkeypatch.setattr(processes, "die_with_parent", lambda: None)
     monkeypatch.setattr(control_group, "join_peers", lambda *_: ("here", 1))
     monkeypatch.setattr(platforms, "activate", lambda index, **_: Platform(torch.device("cpu"), False, "gloo"))
-    monkeypatch.setattr(rendezvous, "tell_seconds_to_stop", lambda environment, seconds, _: told.append(seconds))
+    monkeypatch.setattr(rendezvous, "tell_seconds_to_stop", lambda environment, seconds, _: reported.append(seconds))
     monkeypatch.setattr(main, "StopSignals", lambda *_, **__: SimpleNamespace(install=lambda: None))
     monkeypatch.setattr(main, "_launch_pool", lambda *arguments: None)
     monkeypatch.setattr(main, "begin_events", begin_events)
@@ -96,7 +96,7 @@ def test_the_first_rank_tells_torchrun_how_long_a_step_and_a_save_may_take(
     plan: Any = SimpleNamespace(pools=SimpleNamespace(trainer=SimpleNamespace(devices=(0, 1))))
     with pytest.raises(Stopped):
         main._train(chosen, chosen, plan, io.StringIO(), lambda error: None)
-    assert told == ([77] if rank == 0 else [])
+    assert reported == ([77] if rank == 0 else [])
 
 
 def test_what_ends_the_training_is_reported_before_the_session_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +169,9 @@ def test_the_first_rank_says_once_if_torchruns_stores_are_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, served: bool, notices: int
 ) -> None:
     """The run begins all the same."""
-    code, told = start_under_torchrun(monkeypatch, capsys, rank=rank, served=served)
+    code, reported = start_under_torchrun(monkeypatch, capsys, rank=rank, served=served)
     assert code == 0
-    said = [line for line in told.splitlines() if "listens on all interfaces" in line]
+    said = [line for line in reported.splitlines() if "listens on all interfaces" in line]
     assert len(said) == notices
     assert all(line.endswith("--rdzv-backend megarl --nproc-per-node 2 train_rl.py --config C") for line in said)
 
@@ -184,8 +184,8 @@ def test_a_rank_tells_of_stop_signals_unless_a_launch_script_does(
     """The agent of a launch sends a signal to end a rank at once, and says why; a rank's own words would be another."""
     monkeypatch.delenv(LAUNCH_ID_VARIABLE, raising=False)
     variables = {LAUNCH_ID_VARIABLE: "a"} if launch else {}
-    _, told = start_under_torchrun(monkeypatch, capsys, rank=rank, served=True, variables=variables)
-    assert f"tells of signals: {tells}\n" in told
+    _, reported = start_under_torchrun(monkeypatch, capsys, rank=rank, served=True, variables=variables)
+    assert f"tells of signals: {tells}\n" in reported
     monkeypatch.setattr(stop, "REPORT_S", 0.0)
     monkeypatch.setattr(stop.os, "_exit", lambda code: None)
     terminal = io.StringIO()
@@ -199,7 +199,7 @@ def start_under_torchrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, rank: int = 0, served: bool,
     variables: Mapping[str, str] | None = None,
 ) -> tuple[Any, str]:  # fmt: skip
-    """Start a rank of two that does nothing; return its exit status and what it has told."""
+    """Start a rank of two that does nothing; return its exit status and what it has printed."""
     started = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "none"}
     started |= variables or {}
     started |= {SERVED_BY_VARIABLE: os.getppid()} if served else {}

@@ -1,4 +1,4 @@
-"""The commands that the documentation gives keep torchrun's ports closed, and another start is told so once."""
+"""The commands that the documentation gives keep torchrun's ports closed, and another start is warned once."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def test_the_notice_has_the_same_command_with_the_safe_rendezvous() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({SERVED_BY_VARIABLE: str(os.getppid())}, False),
         ({SERVED_BY_VARIABLE: "1"}, True),  # of another torchrun, from whose rank this one was started
         ({"TORCHELASTIC_RESTART_COUNT": "1"}, False),
     ],
 )
-def test_only_the_first_start_by_an_open_torchrun_is_told(changes: dict[str, str], told: bool) -> None:
-    assert (notice_of_open_stores({**STARTED, **changes}, ARGUMENTS) is not None) == told
+def test_only_the_first_start_by_an_open_torchrun_is_told(changes: dict[str, str], reported: bool) -> None:
+    assert (notice_of_open_stores({**STARTED, **changes}, ARGUMENTS) is not None) == reported
     assert notice_of_open_stores({}, ARGUMENTS) is None, "torchrun has not started this process"
 
 
@@ -79,12 +79,12 @@ PROGRAM = """
 import os, sys
 from megarl.run.start.torchrun_hints import notice_of_open_stores
 if os.environ["RANK"] == "0":
-    print("told" if notice_of_open_stores(os.environ, sys.argv) else "not told")
+    print("warned" if notice_of_open_stores(os.environ, sys.argv) else "silent")
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "said"), [("megarl", "not told"), ("c10d", "told"), ("static", "told")])
+@pytest.mark.parametrize(("backend", "said"), [("megarl", "silent"), ("c10d", "warned"), ("static", "warned")])
 def test_ranks_know_by_which_rendezvous_torchrun_has_started_them(tmp_path: Path, backend: str, said: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

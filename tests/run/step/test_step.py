@@ -292,8 +292,8 @@ def test_a_step_whose_engine_has_returned_a_bad_logprob_makes_no_update() -> Non
     plan = plan_step([row.tag for row in rows], own, dp_size=1, version=0)
     assert plan.outcome.trained == 2, "the other samples could be trained"
     policy: Any = FailsInItsUpdate(0)
-    told = r"the engines returned are not finite in 1 of 6 samples \(the first: sample 1:1\); no weight was changed"
-    with pytest.raises(NonFiniteError, match=told):
+    message = r"the engines returned are not finite in 1 of 6 samples \(the first: sample 1:1\); no weight was changed"
+    with pytest.raises(NonFiniteError, match=message):
         step.train_step(policy, plan, {row.key: row for row in rows}, own, PhaseTimer(), step_metrics(), step=0)
     skipped = plan.skipped()
     assert skipped is not None and skipped.outcome.failed == 2 and skipped.ended["failed"] == [0, 1]
@@ -313,10 +313,10 @@ def test_a_bad_logprob_of_the_trainer_is_found_before_the_first_update(monkeypat
     rows, own = two_groups(), config(trainer={"mini_batches": 2}, algorithm={"old_logprobs": "trainer"})
     plan = plan_step([row.tag for row in rows], own, dp_size=1, version=0)
     policy: Any = ReturnsNan()
-    told = (
+    message = (
         r"the log-probs \(old_logprobs\) that the trainer computed are not finite in 1 samples \(the first: sample 1:2"
     )
-    with pytest.raises(NonFiniteError, match=told) as caught:
+    with pytest.raises(NonFiniteError, match=message) as caught:
         step.train_step(policy, plan, {row.key: row for row in rows}, own, PhaseTimer(), step_metrics(), step=0)
     assert caught.value.updates == 0
 
@@ -472,7 +472,7 @@ def test_the_trained_groups_of_a_step_that_is_skipped_have_failed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "version", "reused", "told"),
+    ("rewards", "version", "reused", "message"),
     [
         ((0.0, 1.0), 3, [1], "group 1 was trained by an earlier step .* but is too old for this step"),
         ((1.0, 1.0), 4, [1], "group 1 .* but has no signal or too few usable samples"),
@@ -481,11 +481,11 @@ def test_the_trained_groups_of_a_step_that_is_skipped_have_failed() -> None:
     ],
 )
 def test_a_group_that_cannot_be_used_again_is_an_error(
-    rewards: tuple[float, float], version: int, reused: list[int], told: str
+    rewards: tuple[float, float], version: int, reused: list[int], message: str
 ) -> None:
     tags = [tag(1, i, reward, version=version) for i, reward in enumerate(rewards)]
     tags += [tag(2, i, float(i), version=6) for i in range(2)]
-    with pytest.raises(ReuseError, match=told):
+    with pytest.raises(ReuseError, match=message):
         plan_step(tags, config(admission=REUSING), dp_size=1, version=7, reused=reused)
     with pytest.raises(ReuseError, match=r"groups \[2\] were reported as used again, but admission.max_uses is 1"):
         plan_step(tags, config(admission=REUSING | {"max_uses": 1}), dp_size=1, version=7, reused=[2])

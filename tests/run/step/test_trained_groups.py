@@ -110,7 +110,7 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Trajec
 
 PP2, TP2, DP2 = {"pipeline": 2}, {"tensor": 2}, {}
 ONE_EACH = {"trainer__mini_batches": 3}  # each of the three groups that have signal is a mini-batch of its own
-TOLD = "the step has trained {} groups, and rollout counts 3 by its plan"
+REPORTED = "the step has trained {} groups, and rollout counts 3 by its plan"
 
 
 @pytest.mark.world
@@ -144,5 +144,5 @@ def test_a_mistake_of_a_real_step_is_found_on_every_rank(
     if mistake == "none":
         assert [len(each) for each in got] == [3, 3], "ranks of one replica count it once"
     else:
-        assert all(told.startswith(TOLD.format(groups)) for told in got), got
+        assert all(reported.startswith(REPORTED.format(groups)) for reported in got), got
     assert len(rows) == 4 * PER_GROUP

@@ -208,14 +208,14 @@ class WrittenStop(Stop):
 
     async def persist(self, group: int) -> None:
         """See `Stop.persist`."""
-        self.told(INTENT)
+        self.noted(INTENT)
         await super().persist(group)
 
     def write(self) -> None:
         """See `Stop.write`."""
         self.file.append([self._encoded()])
 
-    def told(self, name: str, arguments: Any = None) -> None:
+    def noted(self, name: str, arguments: Any = None) -> None:
         """Write an intent or a call: it outlives the process."""
         with self.lines.open("a") as file:
             file.write(json.dumps([name, arguments]) + "\n")
@@ -231,7 +231,7 @@ class WrittenCalls(list[dict[str, Any]]):
     def append(self, arguments: dict[str, Any]) -> None:
         """Take a call."""
         super().append(arguments)
-        self._stop.told(self._name, arguments)
+        self._stop.noted(self._name, arguments)
 
 
 def kill_at(path: Path, where: tuple[str, int]) -> None:

@@ -47,13 +47,13 @@ class SharesCalls:
 class FakeReplica(SharesCalls):
     """Answers each request with one token, its index, after `delay_s`, or raises `error`; a reset does that too.
 
-    `told`: the reasons for which it was told to refuse every call.
+    `said`: the reasons for which it had to refuse every call.
     """
 
     def __init__(self, index: int, error: Exception | None = None, delay_s: float = 0.0) -> None:
         self.index, self.error, self.delay_s = index, error, delay_s
         self.served: list[list[str]] = []
-        self.told: list[str] = []
+        self.said: list[str] = []
         self.generate, self.reset, self.fail = Method(self._generate), Method(self._reset), Method(self._fail)
 
     async def _reset(self) -> None:
@@ -63,7 +63,7 @@ class FakeReplica(SharesCalls):
 
     async def _fail(self, reason: str) -> None:
         await self._reset()
-        self.told.append(reason)
+        self.said.append(reason)
 
     async def _generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
         await asyncio.sleep(self.delay_s)
@@ -112,7 +112,7 @@ def fleet_of(
 class ScriptedReplica(SharesCalls):
     """Makes token `index` for its requests, one per report; `rounds` reports, then `outcome`, or silence.
 
-    When it is told to end requests, it gives two more tokens, or raises `refusal`.
+    When it is asked to end requests, it gives two more tokens, or raises `refusal`.
     """
 
     def __init__(

@@ -32,11 +32,11 @@ def teach_calls(directory: Path, problems: list[str]) -> float:
     tokenizer.save_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     assert len(tokenizer) <= model.config.vocab_size
-    told = "\n" + _chat(tokenizer, {"role": "tool", "content": f"{PRINTED}\n"}, tools=False)
+    said = "\n" + _chat(tokenizer, {"role": "tool", "content": f"{PRINTED}\n"}, tools=False)
     taught = []
     for problem in problems:
         prompt = _chat(tokenizer, {"role": "user", "content": problem}, tools=True)
-        taught += [Demonstration(prompt, (CALL, ANSWER), (told,)), Demonstration(prompt, (ANSWER,))]
+        taught += [Demonstration(prompt, (CALL, ANSWER), (said,)), Demonstration(prompt, (ANSWER,))]
     size = WarmStart(steps=80, batch=16, lr=5e-3, warmup=10, threads=torch.get_num_threads())
     state = torch.random.get_rng_state()
     try:

@@ -1,4 +1,4 @@
-r"""What the `math` reward takes as equal and as different, by kind; docs/training/rewards.md shows the table.
+r"""What the `math` reward takes as equal and as different, by kind; docs/reference/math-answers.md shows the table.
 
     python -m tests.support.rewards.math_decisions     # writes the table into the page
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.support.checkout import ROOT
 
-PAGE = ROOT / "docs" / "training" / "rewards.md"
+PAGE = ROOT / "docs" / "reference" / "math-answers.md"
 START, END = "<!-- decisions of math: start -->\n", "<!-- decisions of math: end -->\n"
 _SHOWN = 3  # pairs of each kind in the table
 

@@ -162,7 +162,7 @@ class FakeFleet:
     joined: int = 0
     in_sync: bool = False
     needs_publication: str = ""
-    publishes: list[bool] = field(default_factory=list)  # whether a trainer does, as it was told
+    publishes: list[bool] = field(default_factory=list)  # whether a trainer does, as it was asked
     drained: list[float] = field(default_factory=list)  # the bounds of all calls
     taken_over: list[bool] = field(default_factory=list)
 

@@ -25,14 +25,14 @@ class ActorDiedError(Exception):
 
 @dataclass
 class LocalWorker:
-    """Stands for the actor of a worker. `silent`: it answers nothing any more. `told`: the messages that it was given.
+    """Stands for the actor of a worker. `silent`: it answers nothing any more. `received`: its messages.
 
     `kept_reports`: those that the controller has taken.
     """
 
     loops: WorkerLoops
     silent: bool = False
-    told: list[Any] = field(default_factory=list)
+    received: list[Any] = field(default_factory=list)
     kept_reports: list[Any] = field(default_factory=list)
     _dead: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -49,7 +49,7 @@ class LocalWorker:
             run.task.cancel()
 
     async def _give(self, number: int, messages: Any) -> None:
-        self.told += messages
+        self.received += messages
         await self._living(self.loops.link.give(number, cloudpickle.loads(cloudpickle.dumps(messages))))
 
     async def _take(self, seen: int, wait_s: float) -> Any:
@@ -117,7 +117,7 @@ class Crew:
         found = [
             (message.run, worker, message)
             for worker in self.made
-            for message in worker.told
+            for message in worker.received
             if isinstance(message, Start) and message.job.group == group
         ]
         return [(worker, message) for _, worker, message in sorted(found, key=lambda each: each[0])]

@@ -104,7 +104,7 @@ def living() -> list[list[str]]:
 
 def main() -> None:
     """Run the worker, and print what came of it."""
-    directory, told = Path(sys.argv[1]), os.dup(1)
+    directory, reported = Path(sys.argv[1]), os.dup(1)
     tree = tiny_config(directory)
     tree["agent"] = {"loop": "tests.support.rollout.hostile_worker:Hostile"}
     tree["rollout"] |= {"agent_workers": 1}
@@ -115,7 +115,7 @@ def main() -> None:
     while left and time.monotonic() < deadline:
         time.sleep(0.05)
         left = living()
-    os.write(told, (json.dumps(result | {"left": left, "pid": os.getpid()}) + "\n").encode())
+    os.write(reported, (json.dumps(result | {"left": left, "pid": os.getpid()}) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ class Hosts:
         _ip(f"link set {self.bridge}{index + 1} up")
 
     def cut(self, index: int) -> None:
-        """Pull the cable at the switch: packets to and from the host are lost, and neither side is told."""
+        """Pull the cable at the switch: packets to and from the host are lost, and neither side is notified."""
         _ip(f"link set {self.bridge}{index + 1} nomaster")
 
     def mend(self, index: int) -> None:

@@ -112,7 +112,7 @@ class FakePool(Part):
         super().__init__("rollout", run.journal)
         self._note, self._run = run.journal.append, run
         self._evaluating: FinishedEvaluation | None = None
-        self.complete: int | None = None  # the newest checkpoint that it was told of
+        self.complete: int | None = None  # the newest checkpoint that it was given
 
     def await_sleeping_engines(self, launch: object) -> None:
         self._note("engines sleep")
@@ -162,7 +162,7 @@ class FakePool(Part):
         return self._finished() if self._run.evaluated else []
 
     def finish_evaluations(self) -> list[FinishedEvaluation] | PublicationNeeded:
-        if self._evaluating is not None and found_lost(self._run.lost_beside, self._evaluating.label):
+        if self._evaluating is not None and found_lost(self._run.lost_alongside, self._evaluating.label):
             return PublicationNeeded("replica 0 has died")
         return self._finished()
 
@@ -288,7 +288,9 @@ class FakeRun:
         self.timings: dict[int, dict[str, float]] = {}  # what the pool reports with the batch of a step
         self.lost: dict[int, int] = {}  # steps for whose batch all replicas are found lost, and how often
         self.lost_before: dict[str, int] = {}  # evaluations that find all replicas lost, and how often
-        self.lost_beside: dict[str, int] = {}  # the same of evaluations alongside training, while they are waited for
+        self.lost_alongside: dict[
+            str, int
+        ] = {}  # the same of evaluations alongside training, while they are waited for
         self.due: set[int] = set()
         self.reference_due: Callable[[int], bool] = lambda steps_done: False
         self.refreshed: list[int] = []  # the steps done when the reference was offered the policy's weights
@@ -362,8 +364,8 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         ),
     }
     sleeping = {"put_to_sleep": "engines sleep", "wake_caches": "engines generate"}
-    for function, told in sleeping.items():
-        monkeypatch.setattr(shared_gpus, function, lambda replicas, rpc_s, told=told: note(told) or [])
+    for function, reported in sleeping.items():
+        monkeypatch.setattr(shared_gpus, function, lambda replicas, rpc_s, reported=reported: note(reported) or [])
     for name, fake in fakes.items():
         monkeypatch.setattr(session, name, fake)
     monkeypatch.setattr(batches, "BatchChannel", lambda timeouts: run.channel)

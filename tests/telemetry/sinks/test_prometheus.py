@@ -272,7 +272,7 @@ def test_many_scrapes_at_once_see_whole_steps(sink: PrometheusSink, chosen: Conf
     assert not torn
 
 
-def test_a_port_that_is_taken_is_told_before_the_start_and_never_ends_a_run(chosen: Config) -> None:
+def test_a_port_that_is_taken_is_reported_before_the_start_and_never_ends_a_run(chosen: Config) -> None:
     check_endpoint(chosen.telemetry)
     with socket.create_server(("127.0.0.1", chosen.telemetry.prometheus_port)) as taken:
         with pytest.raises(ConfigError, match=r"telemetry\.prometheus_port: port \d+ at 127\.0\.0\.1 cannot be used"):

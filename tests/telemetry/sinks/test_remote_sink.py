@@ -97,7 +97,7 @@ def test_what_a_service_did_not_take_is_sent_again() -> None:
     assert all(str(problem) == "refused" for problem in problems)
 
 
-def test_of_too_much_the_oldest_is_lost_and_told() -> None:
+def test_of_too_much_the_oldest_is_lost_and_reported() -> None:
     problems: list[Exception] = []
     service = Service(most_waiting=10)
     service.report = problems.append

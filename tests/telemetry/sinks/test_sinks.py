@@ -79,7 +79,7 @@ def test_a_second_run_in_the_directory_appends(tmp_path: Path) -> None:
     assert not (tmp_path / "tensorboard").exists() and not (tmp_path / "samples.jsonl").exists()
 
 
-def test_wandb_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_missing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb"):
         MetricsWriter.open(config("model", run__dir=str(tmp_path), telemetry={"wandb_project": "p"}), io.StringIO())
@@ -598,8 +598,8 @@ def test_a_sink_that_hangs_is_named_by_whoever_waits_and_keeps_no_run_from_its_e
     writer.write_exit(ExitRecord("finished", 1, ""))
     assert json.loads((tmp_path / "exit.json").read_text())["status"] == "finished"
     writer.close()
-    told = [line for line in terminal.getvalue().splitlines() if line.startswith("warning: the metrics writer has")]
-    assert len(told) == writer.failures == 2 and "timeouts.shutdown_s" in told[1]
+    reported = [line for line in terminal.getvalue().splitlines() if line.startswith("warning: the metrics writer has")]
+    assert len(reported) == writer.failures == 2 and "timeouts.shutdown_s" in reported[1]
 
 
 def test_the_exit_record_comes_after_everything_that_was_given_before(tmp_path: Path, held: HeldSink) -> None:

@@ -85,6 +85,6 @@ def test_while_a_bucket_is_broadcast_its_owners_next_one_is_gathered(rows: list[
             assert (following.kind, following.bucket) == ("gather", next_one)
 
 
-def test_one_owner_with_two_buffers_gathers_each_bucket_beside_the_broadcast_before_it() -> None:
+def test_one_owner_with_two_buffers_gathers_each_bucket_alongside_the_broadcast_before_it() -> None:
     order = schedule(plan_of([(0, 16)] * 4))
     assert [f"{each.kind[0]}{each.bucket.index}" for each in order] == ["g0", "b0", "g1", "b1", "g2", "b2", "g3", "b3"]

@@ -172,7 +172,7 @@ def test_every_write_is_counted_once_while_copies_are_recorded_or_refused(
     assert coverage.addresses == [each.data_ptr() for each in starts]
 
 
-def test_weights_that_moved_are_recorded_anew() -> None:
+def test_weights_that_moved_are_recorded_again() -> None:
     """The engine may have replaced a weight since; a copy into the old one would be lost without an error."""
     model, plain = Model(), Model()
     copies = RecordedCopies(model.load)
@@ -186,7 +186,7 @@ def test_weights_that_moved_are_recorded_anew() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.content(), plain.content(), strict=True))
 
 
-def test_other_tensors_are_loaded_and_recorded_anew() -> None:
+def test_other_tensors_are_loaded_and_recorded_again() -> None:
     model, plain = Model(), Model()
     copies = RecordedCopies(model.load)
     sync(copies, model, 0, names=["up", "gate"])
@@ -201,7 +201,7 @@ def test_other_tensors_are_loaded_and_recorded_anew() -> None:
     assert not copies.repeated and torch.equal(model.fused[:3], torch.ones(3, 4))
 
 
-def test_a_sync_that_broke_off_is_recorded_anew() -> None:
+def test_a_sync_that_broke_off_is_recorded_again() -> None:
     model = Model()
     copies = RecordedCopies(model.load)
     copies.start(model)

@@ -104,7 +104,7 @@ def test_only_if_engines_alone_have_failed_the_others_are_not_in_doubt(
 
 
 class Sync:
-    """A sync of trainer ranks 0 and 1 with two replicas, in which the members answer as they are told."""
+    """A sync of trainer ranks 0 and 1 with two replicas, in which the members answer as they are asked."""
 
     def __init__(self, answers: Sequence[Answer]) -> None:
         self.members = GroupMembers(0, (0, 1), ("replica 0", "replica 1"), (1, 1), "gloo", timeout_s=60.0)

@@ -149,7 +149,7 @@ def test_all_replicas_that_have_ended_are_restarted_at_once_although_one_is_know
     assert_received(pool, exporter.tensors)
 
 
-def test_a_replica_that_only_answers_late_beside_one_that_has_ended_is_left_alone(
+def test_a_replica_that_only_answers_late_alongside_one_that_has_ended_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pool = FakePool(1, 1)
@@ -402,10 +402,10 @@ def test_the_exporter_is_told_the_order_of_the_gathers() -> None:
     sender.plan = bucket_plan(exporter.manifest(), 8192, None)
     with patch.object(exporter, "gathers", wraps=exporter.gathers) as gathers:
         sender._lay_out_buckets(None)
-    told = [request.rows for request in gathers.call_args.args[0]]
+    reported = [request.rows for request in gathers.call_args.args[0]]
     order = [each.bucket for each in schedule(sender.plan) if each.kind == "gather"]
     assert order != sorted(order, key=lambda bucket: bucket.index)
-    assert [[rows.tensor for rows in each] for each in told] == [[p.tensor for p in b.pieces] for b in order]
+    assert [[rows.tensor for rows in each] for each in reported] == [[p.tensor for p in b.pieces] for b in order]
     for bucket, gather in zip(sender.plan.buckets, sender._gathers, strict=True):
         assert (gather is None) == (bucket.owner == 1)
         if isinstance(gather, ListGather):

@@ -60,12 +60,14 @@ def test_another_engine_answers_for_one_that_is_lost(monkeypatch: pytest.MonkeyP
     assert engines.asked == {0: 1, 1: 1}
 
 
-@pytest.mark.parametrize(("engines", "told"), [(Engines(broken=[0, 1]), "ConnectionError"), (Engines(60.0), "not ans")])
+@pytest.mark.parametrize(
+    ("engines", "message"), [(Engines(broken=[0, 1]), "ConnectionError"), (Engines(60.0), "not ans")]
+)
 def test_a_group_waits_within_the_bound_and_the_error_names_the_teacher(
-    monkeypatch: pytest.MonkeyPatch, engines: Engines, told: str
+    monkeypatch: pytest.MonkeyPatch, engines: Engines, message: str
 ) -> None:
     monkeypatch.setattr(teacher_client, "RETRY_S", 0.01)
-    with pytest.raises(RolloutError, match=rf"group 7 waited 0 s \(timeouts.generate_s\) for teacher big: .*{told}"):
+    with pytest.raises(RolloutError, match=rf"group 7 waited 0 s \(timeouts.generate_s\) for teacher big: .*{message}"):
         asyncio.run(client(engines, bound_s=0.2).score(7, REQUESTS))
 
 

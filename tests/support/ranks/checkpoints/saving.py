@@ -144,16 +144,16 @@ def planned_saves(model_dir: Path, root: Path) -> list[bool]:
     """What `due` says after each of eight steps by the clock of rank 0 alone: rank 1's says the opposite."""
     changes = {"checkpoint__every": "auto", "checkpoint__keep_every": 5, "run__steps": 8}
     with run_under(model_dir, {}, root, **changes) as (_, checkpointer):
-        told = []
+        reported = []
         for step in range(1, 9):
             affordable = (step == 3) == (torch.distributed.get_rank() == 0)
             checkpointer._saved_at, checkpointer._save_s = time.monotonic() - (1000 if affordable else 0), 1.0
-            told.append(checkpointer.due(step))
+            reported.append(checkpointer.due(step))
         assert checkpointer.save(8, {}, wait=True) and checkpointer._save_s != 1.0
         checkpointer.directory.create_partial = _refuse
         held = checkpointer._save_s = 3.0
         assert not checkpointer.save(9, {}) and checkpointer._save_s >= held
-        return told
+        return reported
 
 
 def _refuse(step: int) -> Path:

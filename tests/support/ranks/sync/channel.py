@@ -39,7 +39,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
     return ThreadPoolExecutor(1).submit(function)
 
 
-def beside_training(layout: dict[str, Any]) -> dict[str, Any]:
+def alongside_training(layout: dict[str, Any]) -> dict[str, Any]:
     """Return what a thread gets from its channel while the main thread reduces over the training groups."""
     rank, bounds, done = torch.distributed.get_rank(), [], threading.Event()
 

@@ -16,7 +16,7 @@ from megarl.trainer import parallel
 from tests.support.ranks.training.policy import exported, policy_under
 
 
-def _ignored(*told: object) -> None:
+def _ignored(*reported: object) -> None:
     """Take what is recorded of an alarm, which these tests do not look at."""
 
 
