@@ -123,7 +123,7 @@ test-cluster: setup-test  ## Jobs on a real SLURM and on hosts of their own (roo
 
 test-oracles: setup-test  ## Losses, advantages and corrections against verl's and AReaL's own functions; 2 minutes.
 	tools/oracles.sh $(ORACLES) $(abspath $(PY))
-	MEGARL_ORACLES=$(abspath $(ORACLES)) $(PY) -m pytest -m oracle tests/algorithms tests/rollout/test_against_areal.py
+	MEGARL_ORACLES=$(abspath $(ORACLES)) $(PY) -m pytest -m oracle tests/algorithms
 
 # The full matrices and long runs, in parts meant for 30 minutes each.
 nightly: nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning nightly-recipes nightly-shared nightly-faults nightly-stops nightly-environments nightly-kernels nightly-upgrade  ## All of the parts that follow but nightly-hosts and nightly-slurm.

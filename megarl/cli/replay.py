@@ -15,18 +15,20 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+import msgspec
 
 from megarl.cli.standalone import CTRL_C, interrupted_once
 from megarl.common.errors import ConfigError
+from megarl.common.rundir.json_lines import read_json_lines
 from megarl.common.trust.object_collectives import TEXT
 from megarl.config.derived.datasets import train_sets
 from megarl.config.derived.staleness import refill_groups
 from megarl.queue.dump import DumpedBatch, DumpError, read_batch, recorded_steps
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE
-from megarl.rollout.admission.schedule_replay import ScheduledBatch, ScheduleMismatch, read_schedule, replay_schedule
 
 if TYPE_CHECKING:
     from megarl.common.rundir.run_lock import RunClaim
@@ -74,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     """
     try:
         return _run(options)
-    except (DumpError, ScheduleMismatch) as error:
+    except DumpError as error:
         raise ConfigError([str(error)]) from None
 
 
@@ -87,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
     if world != config.trainer.gpus:
         raise ConfigError([_wrong_world(world, config.trainer.gpus, options.run_dir)])
     _refuse_inputs_inside(config.run_dir, options.run_dir, batches, options.checkpoint)
-    schedule = check_schedule(options.run_dir / SCHEDULE_FILE, steps)
+    schedule = read_schedule(options.run_dir / SCHEDULE_FILE)
     from megarl.run.start.torchrun_hints import claim_for_ranks
 
     held = claim_for_ranks(config.run_dir, config.timeouts.node_s, int(os.environ.get("RANK", "0")), "megarl replay")
@@ -105,7 +107,7 @@ class _Replay:
     config: Config
     batches: Path
     steps: Sequence[int]
-    schedule: Mapping[int, ScheduledBatch]
+    schedule: Mapping[int, ScheduledStep]
     checkpoint: Path | None
     export: bool
 
@@ -161,20 +163,32 @@ def choose_steps(batches: Path, limit: int | None, first: int = 0) -> list[int]:
     return recorded[:limit]
 
 
-def check_schedule(path: Path, steps: Sequence[int]) -> dict[int, ScheduledBatch]:
-    """Replay the schedule of the run; return its batches by step, or nothing if none was recorded.
+@dataclass(frozen=True)
+class ScheduledStep:
+    """Groups that were replaced before a step, and those that it used again, trained by an earlier one.
 
-    Raises ScheduleMismatch if the schedule is not what its events give, or has not all of `steps`.
+    `trained`: how many groups it was the first to train; None if it was not committed.
     """
-    if not path.is_file():
-        return {}
-    schedule = replay_schedule(read_schedule(path))
-    if missing := [step for step in steps if step not in schedule]:
-        raise ScheduleMismatch(
-            f"{path}: it does not contain step {missing[0]}, of which a batch was recorded. If that batch is of an "
-            f"attempt that a resume has discarded, replay fewer steps (--steps); else remove the schedule"
-        )
-    return schedule
+
+    replaced: list[int]
+    reused: list[int]
+    trained: int | None = None
+
+
+def read_schedule(path: Path) -> dict[int, ScheduledStep]:
+    """Return the steps of a schedule, without those that a resume has discarded; nothing if none was recorded."""
+    steps: dict[int, ScheduledStep] = {}
+    for _, event in read_json_lines(path, msgspec.json.Decoder(dict[str, Any])):
+        if event["event"] == "begin":
+            steps = {step: each for step, each in steps.items() if step < event["state"]["steps"]}
+        elif event["event"] == "hold":  # what steps had taken when a new controller took over
+            for each in event["taken"]:
+                steps[each["step"]] = ScheduledStep(each["replaced"], [group for group, *_ in each["reused"]])
+        elif event["event"] == "batch":
+            steps[event["step"]] = ScheduledStep(event["replaced"], event.get("reused", []))
+        elif event["event"] == "commit":
+            steps[event["step"]] = replace(steps[event["step"]], trained=event["trained"])
+    return steps
 
 
 def replay_steps(
@@ -183,13 +197,12 @@ def replay_steps(
     batches: Path,
     steps: Sequence[int],
     on_step: Callable[[int, StepValues], None] | None = None,
-    schedule: Mapping[int, ScheduledBatch] | None = None,
+    schedule: Mapping[int, ScheduledStep] | None = None,
 ) -> None:
     """Train `policy` on recorded steps, in order. Collective over the ranks of the layout.
 
     `on_step` gets the number of steps done (as in the run's own metrics) and each step's reduced metrics, on every
-    rank. `schedule`: what the run has recorded of its batches. Raises RuntimeError if ranks read different batches, and
-    ScheduleMismatch if a batch is not that of the schedule.
+    rank. `schedule`: what the run has recorded of its steps. Raises RuntimeError if ranks read different batches.
     """
     from megarl.run.record.batch_metrics import record_batch
     from megarl.run.step.step import train_step
@@ -203,7 +216,6 @@ def replay_steps(
             batch, replaced, reused, skipped = read_batch(batches, step), [], [], False
             _check_sets({tag.dataset for tag in batch.tags}, {each.name for each in train_sets(config)}, batches, step)
             if schedule is not None and (scheduled := schedule.get(step)) is not None:
-                scheduled.check(batch)
                 replaced = scheduled.replaced if refill_groups(config) else []
                 reused = scheduled.reused if config.admission.max_uses > 1 else []
                 skipped = scheduled.trained == 0 and not scheduled.reused
@@ -310,8 +322,6 @@ def _train(replay: _Replay, terminal: TextIO) -> None:
     try:
         if writer is not None:
             writer.progress.message(f"replaying {len(steps)} steps of {replay.batches} on {layout.world_size} rank(s)")
-            if schedule:
-                writer.progress.message(f"the schedule of {len(schedule)} steps gives the recorded batches")
         replay_steps(policy, config, replay.batches, steps, None if writer is None else writer.write, schedule)
         if replay.export:
             _export(policy, config.trainer.precision, config.model.path, config.run_dir / "hf")

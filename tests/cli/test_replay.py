@@ -12,14 +12,13 @@ import pytest
 from megarl import platforms
 from megarl.cli import replay
 from megarl.cli.main import main
-from megarl.cli.replay import check_schedule, choose_steps, replay_config, replay_steps
+from megarl.cli.replay import ScheduledStep, choose_steps, read_schedule, replay_config, replay_steps
 from megarl.common.errors import ConfigError
 from megarl.config.derived.staleness import Pace, pace_of
 from megarl.config.loading.load import load_config, to_yaml
 from megarl.queue.dump import DumpError, read_batch, write_batch
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE, Event
-from megarl.rollout.admission.schedule_replay import ScheduledBatch, ScheduleMismatch
 from megarl.rollout.orchestrator.prompt_groups import usable_samples
 from megarl.run.step.plan import plan_step
 from megarl.trainer import parallel
@@ -207,46 +206,26 @@ def write_schedule(run: Path, events: list[Event]) -> None:
     (run / SCHEDULE_FILE).write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
-def test_a_recorded_schedule_is_replayed_first(recorded, tmp_path):
-    assert check_schedule(tmp_path / SCHEDULE_FILE, [0, 1]) == {}
+def test_the_steps_of_a_schedule_are_those_of_its_last_history(tmp_path):
+    assert read_schedule(tmp_path / SCHEDULE_FILE) == {}
     events = schedule_of(2)
-    write_schedule(tmp_path, events)
-    schedule = check_schedule(tmp_path / SCHEDULE_FILE, [0, 1])
-    assert [batch.ok for batch in schedule.values()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    for step, batch in schedule.items():
-        batch.check(read_batch(recorded / "batches", step))
-    with pytest.raises(ScheduleMismatch, match=r"does not contain step 2, .* \(--steps\)"):
-        check_schedule(tmp_path / SCHEDULE_FILE, [0, 1, 2])
-
-
-def test_a_batch_that_is_not_the_schedule_s_is_not_trained_on(recorded, tmp_path):
-    """Found when the batch is read, before the first step that is wrong."""
-    schedule = {0: ScheduledBatch(0, [0, 1, 2, 9], [], [], Pace(2, 2, 1))}
-    config = replay_config(recorded, tmp_path / "out", [])
-    with pytest.raises(ScheduleMismatch, match=r"step 0: the schedule has groups \[0, 1, 2, 9\], .* \[0, 1, 2, 3\]"):
-        replay_steps(None, config, recorded / "batches", [0], schedule=schedule)  # type: ignore[arg-type]
+    commit = {"event": "commit", "step": 0, "trained": 3}
+    begin = {"event": "begin", "state": {"steps": 1}}
+    held = {"step": 1, "replaced": [4], "reused": [(2, 0, 1)]}
+    write_schedule(tmp_path, [*events, commit, begin])
+    assert read_schedule(tmp_path / SCHEDULE_FILE) == {0: ScheduledStep([], [], 3)}
+    write_schedule(tmp_path, [*events, commit, begin, {"event": "hold", "taken": [held]}])
+    assert read_schedule(tmp_path / SCHEDULE_FILE)[1] == ScheduledStep([4], [2])
 
 
 def test_options_that_drop_a_group_which_was_trained_before_are_one_message(recorded, tmp_path, monkeypatch):
     """Group 1 has no signal, so that the run cannot have trained it."""
     monkeypatch.setattr(parallel, "dp_size", lambda: 1)
-    schedule = {0: ScheduledBatch(0, [0, 2, 3], [], [], Pace(2, 2, 3), reused=[1])}
+    schedule = {0: ScheduledStep([], [1])}
     reusing = ["admission.mode=async", "admission.sync_interval=2", "admission.max_staleness=3", "admission.max_uses=2"]
     config = replay_config(recorded, tmp_path / "out", reusing)
     with pytest.raises(DumpError, match=r"step 0: group 1 was trained .* no signal .*; with admission.max_uses=1 a"):
         replay_steps(None, config, recorded / "batches", [0], schedule=schedule)  # type: ignore[arg-type]
-
-
-def test_a_schedule_that_does_not_give_its_batches_is_one_message(recorded, tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    run = tmp_path / "run"
-    shutil.copytree(recorded, run)
-    events = schedule_of(STEPS)
-    events[-1]["ok"][0] = 1
-    write_schedule(run, events)
-    assert main(["replay", "--run-dir", str(run)]) == 2
-    error = capsys.readouterr().err
-    assert f"event {len(events)} of the schedule (batch): batch of step 2" in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,32 @@ about to be too old, is no part of it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
 from megarl.config.derived.staleness import Pace
 from megarl.rollout.admission.admission import Admission
-from tests.support.losses.oracles import VARIABLE
-from tests.support.machines.areal_staleness import (
-    CapacityRun,
-    areal_directory,
-    capacities,
-    recorded_runs,
-    staleness_manager,
-)
+from tests.support.checkout import EXCERPTS
+
+
+@dataclass(frozen=True)
+class CapacityRun:
+    """Events of a run, and the capacity that AReaL reports after each.
+
+    Events: `submit N` rollouts, `accept` or `reject` one (the oldest that runs), `train` one batch, `version N` is
+    served (in trained batches), `resume` from a checkpoint of the moment. `pace`: the fields of ours.
+    """
+
+    groups: int
+    pace: dict[str, int]
+    events: list[str]
+    capacities: list[int]
+
+
+RECORDED = [CapacityRun(**run) for run in json.loads((EXCERPTS / "areal_staleness.json").read_text())["runs"]]
 
 
 def rooms(run: CapacityRun) -> Iterator[int]:
@@ -68,18 +80,7 @@ def rooms(run: CapacityRun) -> Iterator[int]:
         yield admission.room + len(held_back)
 
 
-@pytest.mark.parametrize("run", recorded_runs(), ids=lambda run: str(Pace(**run.pace)))
+@pytest.mark.parametrize("run", RECORDED, ids=lambda run: str(Pace(**run.pace)))
 def test_room_is_areal_s_capacity(run: CapacityRun) -> None:
-    """Its answers are recorded; a test below asks the class itself again."""
     for event, room, capacity in zip(run.events, rooms(run), run.capacities, strict=True):
         assert room == capacity, event  # after another one the events cannot go on
-
-
-@pytest.mark.oracle
-def test_the_class_itself_still_gives_the_recorded_answers() -> None:
-    """The oracle is AReaL's own class, which `make test-oracles` installs."""
-    areal = areal_directory()
-    if areal is None or not (areal / "api" / "io_struct.py").is_file():
-        pytest.skip(f"{VARIABLE} names no directory with areal 1.0.4 (make test-oracles)")
-    for run in recorded_runs():
-        assert capacities(staleness_manager(areal), run) == run.capacities

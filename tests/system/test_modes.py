@@ -13,8 +13,8 @@ from megarl.common.rundir.run_files import read_exit
 from megarl.queue.dump import read_batch
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE
-from megarl.rollout.admission.schedule_replay import read_schedule, replay_schedule
 from tests.support.agents.straggling_agent import SHORT, STRAGGLERS
+from tests.support.machines.schedule_replay import read_schedule, replay_schedule
 from tests.support.models.tensors import differing
 from tests.support.runs.run import Run, step_records, tiny_config, train
 from tests.support.runs.whole_runs import check_every_group_once, replay

@@ -1,8 +1,7 @@
 """The schedule of a run: every event that changed its admission, in order, as JSON lines in RUN_DIR/schedule.jsonl.
 
 A line has the name of the event, what came from outside (versions, finished groups, how a step ended) and what
-admission decided (groups that may start, batches); `Admission` makes them. The latter follows from the former:
-`schedule_replay.py` checks it.
+admission decided (groups that may start, batches); `Admission` makes them. The latter follows from the former.
 Each attempt of a run begins with a line `begin`, which holds the history that it resumes: of what is recorded before
 it, only the steps of that history still count.
 """

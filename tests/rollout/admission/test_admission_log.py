@@ -11,7 +11,7 @@ import pytest
 from megarl.config.derived.staleness import Pace
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import Event, ScheduleFile
-from megarl.rollout.admission.schedule_replay import ScheduleMismatch, read_schedule, replay_schedule
+from tests.support.machines.schedule_replay import ScheduleMismatch, read_schedule, replay_schedule
 
 
 def test_events_are_recorded_in_their_order_and_only_if_they_change_something() -> None:

@@ -15,8 +15,8 @@ from megarl.config.schema import Config
 from megarl.queue.dump import DumpedBatch
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE
 from megarl.rollout.admission.groups_in_flight import ReplayUse, ReusableGroups
-from megarl.rollout.admission.schedule_replay import read_schedule, replay_schedule
 from megarl.run.step.plan import GroupOutcome, plan_step
+from tests.support.machines.schedule_replay import read_schedule, replay_schedule
 from tests.support.rollout.fake_rollout import LocalController, local_controller
 from tests.support.trainer.configs import config as config_of
 

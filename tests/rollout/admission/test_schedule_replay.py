@@ -18,9 +18,9 @@ from megarl.queue.dump import DumpedBatch
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import Event
-from megarl.rollout.admission.schedule_replay import ScheduledBatch, ScheduleMismatch, replay_schedule
 from megarl.run.step.plan import plan_step
 from tests.support.machines.admission_machine import AdmissionMachine
+from tests.support.machines.schedule_replay import ScheduledBatch, ScheduleMismatch, replay_schedule
 from tests.support.trainer.configs import config as config_of
 
 Batches = dict[int, tuple[list[int], list[int], list[int], int | None, list[int]]]

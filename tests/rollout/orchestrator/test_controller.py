@@ -20,7 +20,6 @@ from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.rewards.types import RewardOutcome
 from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE
-from megarl.rollout.admission.schedule_replay import read_schedule, replay_schedule
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.loop_host import SingleTurn
 from megarl.rollout.engine.continuation import RequestContext
@@ -33,6 +32,7 @@ from megarl.rollout.resume.journal import JOURNAL_FILE
 from megarl.rollout.resume.journal_file import JournalFile, groups_started
 from megarl.rollout.transport import background
 from megarl.run.step.plan import plan_step
+from tests.support.machines.schedule_replay import read_schedule, replay_schedule
 from tests.support.rollout.fake_rollout import LocalController, local_controller
 from tests.support.trainer.configs import config as config_of
 

@@ -11,8 +11,8 @@ checks `--before` out in a temporary worktree and starts the same CPU jobs there
   tensors of every checkpoint, the prompts drawn, all recorded trajectories, answers and metrics; timings, the number of
   buckets and fields that the old tree has not are left out, and these fields are named.
 - async: time decides what an asynchronous run generates ahead, so each tree records a run (its batches, and the
-  schedule of admission's decisions), and both trees replay each record: the decisions must give the recorded batches
-  again, and the batches the weights that the run has exported, and the same metrics.
+  schedule of admission's decisions). In this tree's admission each schedule must give the recorded batches again. Both
+  trees replay each record: the batches must give the weights that the run has exported, and the same metrics.
 - kept: an asynchronous run of the older tree is killed; it goes on in this tree from its checkpoint and its journal,
   with its config as a user rewrites it, and every group ends once.
 
@@ -45,7 +45,10 @@ import torch
 import yaml
 
 from megarl.common.rundir.rotating_lines import read_lines
+from megarl.queue.dump import read_batch
+from megarl.rollout.admission.admission_log import SCHEDULE_FILE
 from tests.support.checkout import ROOT
+from tests.support.machines.schedule_replay import read_schedule, replay_schedule
 from tests.support.pool.leftovers import marked
 from tests.support.repository.older_configs import REMOVED_VALUES, for_this_tree, keys_of, known_part, renamed_for
 from tests.support.runs.run import Run, popen, step_records, tiny_config
@@ -174,6 +177,8 @@ def _compare_async(work: Path, trees: Mapping[str, Path]) -> None:
     config = _async_config(work, STEPS)
     for recorder, root in trees.items():
         run_dir = _run(root, config, work / recorder, work, ascending=False)
+        for step, scheduled in replay_schedule(read_schedule(run_dir / SCHEDULE_FILE)).items():
+            scheduled.check(read_batch(run_dir / "batches", step))
         sys.stdout.write(f"async: ran {recorder}\n")
         for tree in ("after", "before"):
             if (tree, recorder) == ("before", "after"):

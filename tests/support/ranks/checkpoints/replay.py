@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from megarl.cli.replay import check_schedule, replay_steps
+from megarl.cli.replay import read_schedule, replay_steps
 from megarl.config.loading.load import load_config
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE
 from megarl.run.record.batch_metrics import record_batch
@@ -38,7 +38,7 @@ def replay(run_dir: Path, steps: int, layout: dict[str, Any] | None = None) -> d
             run_dir / "batches",
             range(steps),
             lambda _, values: metrics.append(_timeless(values)),
-            check_schedule(run_dir / SCHEDULE_FILE, range(steps)),
+            read_schedule(run_dir / SCHEDULE_FILE),
         )
         return {"weights": exported(policy), "metrics": metrics}
 

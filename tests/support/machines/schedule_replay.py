@@ -21,7 +21,7 @@ from megarl.rollout.admission.counters import Taken
 from megarl.rollout.admission.groups_in_flight import ReplayUse
 
 
-class ScheduleMismatch(ValueError):  # noqa: N818
+class ScheduleMismatch(ValueError):
     """A schedule is not what its own events give, or not that of the recorded batches; the message names the place."""
 
 
