@@ -21,7 +21,8 @@ mode's run of the median step time counts, in `--steps` steps after `--skip`. Ro
   itself (`sync/seconds`);
 - balance: what the first row rests on.
 
-It takes about half an hour, with --quick a few minutes.
+It takes about a quarter of an hour, with --quick a few minutes. Other work on the machine slows the modes that use both
+cores at once, and hardly the separate one, in which one of both waits: the ratio is then too low.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4, help="steps of a run that are measured")
     parser.add_argument("--skip", type=int, default=1, help="steps that are not measured, at the start of a run")
     parser.add_argument("--groups", type=int, default=4, help="groups of 8 responses per step")
-    parser.add_argument("--sequences", type=int, default=4, help="responses of an engine at the same time, at first")
+    parser.add_argument("--sequences", type=int, default=10, help="responses of an engine at the same time, at first")
     parser.add_argument("--keep", type=Path, help="keep the runs in this directory")
     options = parser.parse_args()
     if options.quick:

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megarl.run.loop.gpu_turns import Turn
 from tests.support.models.tensors import read_hf
 from tests.support.pool.leftovers import assert_nothing_left
 from tests.support.runs.run import Run, tiny_config, train
-from tests.support.runs.whole_runs import start_run
+from tests.support.runs.shared_faults import TURNS, VICTIMS
+from tests.support.runs.whole_runs import killed_after, start_run
 
 pytestmark = pytest.mark.engine
 
 STEPS, FIRST = 4, 2
 # What depends on the time, on the machine or on the mode.
 DIFFERENT = ("time/", "perf/", "memory/", "system/", "sync/", "rollout/", "total/", "step_time", "wall_time")
-FAULTY_ENTRY = ("-m", "tests.support.runs.shared_faults")
+FAULTY_ENTRY, FAULTY_STEPS = ("-m", "tests.support.runs.shared_faults"), 8
+FAULTY: dict[str, Any] = {
+    "run": {"steps": FAULTY_STEPS},
+    "sampling": {"max_tokens": 48},
+    "checkpoint": {"every": 1},
+}
 
 
 def config(directory: Path, *, shared: bool, **changes: Any) -> dict[str, Any]:
@@ -28,6 +39,7 @@ def config(directory: Path, *, shared: bool, **changes: Any) -> dict[str, Any]:
     made["evaluation"]["every"] = 2
     made["algorithm"] = {"kl": {"coef": 0.01}}
     made["rollout"]["share_gpus"] = shared
+    made["weight_sync"] = {"bucket_mb": 0.05}  # so that a publication has several
     made["checkpoint"]["every"] = FIRST
     for section, values in changes.items():
         made[section] = {**made.get(section, {}), **values}
@@ -51,15 +63,36 @@ def assert_equal(run: Run, expected: Run) -> None:
     assert differing == set()
 
 
+def train_faulty(settings: dict[str, Any], victim: str, turns: Sequence[Turn], *, restarts: int = 0) -> Run:
+    """A run whose `victim` is killed once in each of `turns`, with as many `restarts` of the ranks."""
+    directory = Path(settings["run"]["dir"])
+    marks = marks_of(directory)
+    marks.mkdir()
+    for turn in set(TURNS) - set(turns):
+        (marks / turn).touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARED_FAULT", victim)
+        patch.setenv("SHARED_FAULT_MARKS", str(marks))
+        process = start_run(settings, restarts=restarts, script=FAULTY_ENTRY)
+    with killed_after(process, directory):
+        output, _ = process.communicate(timeout=1500)
+    assert process.returncode == 0, output[-5000:]
+    assert {turn for turn in TURNS if not (marks / turn).exists()} == set(), output[-5000:]
+    return Run(process.returncode, output, directory)
+
+
+def marks_of(run_dir: Path) -> Path:
+    return run_dir.parent / "marks"
+
+
 def test_shared_gpus_give_the_same_run_in_every_bit(tmp_path: Path) -> None:
-    """With partial rollouts, evaluations, a reference policy, and a resume in the middle."""
+    """With partial rollouts, evaluations, a reference policy, a resume in the middle, and an engine lost after it."""
     disjoint = train(config(tmp_path / "disjoint", shared=False))
     assert disjoint.code == 0, disjoint.output
     settings = config(tmp_path / "shared", shared=True)
     begun = train(settings, f"run.steps={FIRST}")
     assert begun.code == 0, begun.output
-    resumed = train(settings)
-    assert resumed.code == 0, resumed.output
+    resumed = train_faulty(settings, "engine", [Turn.PUBLISH])
     assert "resuming from" in resumed.output
     assert_equal(resumed, disjoint)
 
@@ -91,19 +124,50 @@ def test_a_run_may_change_between_shared_and_separate_gpus(tmp_path: Path) -> No
     assert_equal(changed, disjoint)
 
 
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = train(config(tmp_path_factory.mktemp("undisturbed"), shared=False, **FAULTY))
+    assert run.code == 0, run.output
+    return run
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["engine in hand-over", "engine asleep", "engine awake", "rank parked"])
-def test_a_run_goes_on_after_a_loss_in_any_turn(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no response was in flight, not a bit changes."""
-    monkeypatch.setenv("SHARED_FAULT", fault)
-    monkeypatch.setenv("SHARED_FAULT_MARK", str(tmp_path / "mark"))
-    settings = config(tmp_path / "faulty", shared=True, checkpoint={"every": 1})
-    process = start_run(settings, restarts=1, script=FAULTY_ENTRY)
-    output, _ = process.communicate(timeout=900)
-    run = Run(process.returncode, output, tmp_path / "faulty" / "run")
-    assert run.code == 0, output[-5000:]
-    assert (tmp_path / "mark").exists()
-    assert len(run.metrics) == STEPS
-    if fault != "engine awake":
-        assert_equal(run, train(config(tmp_path / "disjoint", shared=False)))
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_run_goes_on_after_a_loss_in_each_turn(tmp_path: Path, undisturbed: Run, victim: str) -> None:
+    """Not a bit changes before the last fault, at which responses are in flight.
+
+    No engine starts while a rank holds memory.
+    """
+    run = train_faulty(config(tmp_path, shared=True, **FAULTY), victim, TURNS, restarts=len(TURNS))
+    assert len(run.metrics) == FAULTY_STEPS
+    steps = int((marks_of(run.directory) / TURNS[-1]).read_text())
+    assert steps >= 2
+    assert numbers(run)[:steps] == numbers(undisturbed)[:steps]
+    assert_engines_started_alone(run.directory)
     assert_nothing_left(run.directory)
+
+
+def assert_engines_started_alone(run_dir: Path) -> None:
+    """No trainer rank held memory at any time from the creation of an engine's actor until its engine slept."""
+    held = [span for file in marks_of(run_dir).glob("holds-*.jsonl") for span in spans_of_memory(file)]
+    starts = list(spans_of_starts(run_dir))
+    assert held and starts
+    assert [(start, span) for start in starts for span in held if start[0] < span[1] and span[0] < start[1]] == []
+
+
+def spans_of_memory(file: Path) -> Iterator[tuple[float, float]]:
+    """The times in which a rank held a part of its state, in seconds since the epoch."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line, following in itertools.zip_longest(lines, lines[1:], fillvalue={"at": math.inf}):
+        if line["holds"]:
+            yield line["at"], following["at"]
+
+
+def spans_of_starts(run_dir: Path) -> Iterator[tuple[float, float]]:
+    """The times in which engines started, in seconds since the epoch, of those that have generated after it."""
+    for file in (run_dir / "events").glob("replica-*.steps.*.jsonl"):
+        header, *events = map(json.loads, file.read_text().splitlines())
+        paused = [event["t"] for event in events if event["n"] == "paused"]
+        if paused:
+            began_ms = int(file.name.split(".")[1])
+            yield began_ms / 1e3, (header["wall_ns"] - header["monotonic_ns"]) / 1e9 + min(paused) / 1e6

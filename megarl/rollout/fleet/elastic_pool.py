@@ -78,12 +78,15 @@ class ElasticPool:
         end: Callable[[ActorHandle], object],
         places: Callable[[], int],
         notify: Callable[[str], object],
+        *,
+        fixed: bool = False,
     ) -> None:
         """`start(index, placed)`: creates and starts an engine, and calls `placed` when it has taken its place.
 
         `end`: kills an engine. `places()`: how many more Ray has room for; it runs in a thread. `notify`: tells the
-        user what happens without a command.
+        user what happens without a command. `fixed`: none starts or ends here, because the trainer may have its GPU.
         """
+        self._fixed = fixed
         self._fleet, self._timeouts, self._start, self._end = fleet, timeouts, start, end
         self._places, self._notify = places, notify
         self._removals: set[asyncio.Task[None]] = set()
@@ -138,6 +141,7 @@ class ElasticPool:
 
     async def remove(self, index: int) -> str:
         """Drain a replica and end its engine. Return what was done, or is still to be done."""
+        self._refuse_fixed()
         replica = self._find(index)
         self._refuse_last(index, "removed")
         moved = self._fleet.outstanding(index)
@@ -158,6 +162,7 @@ class ElasticPool:
         """
         if count < 1:
             raise RolloutError(f"{count} engines cannot be added: give a number of at least 1")
+        self._refuse_fixed()
         self._refuse_closed()
         indices = await self._reserve_all(count)
         logger.info("starting replicas %s", indices)
@@ -187,6 +192,8 @@ class ElasticPool:
     async def tend(self) -> None:
         """Start engines in the place of missing ones if Ray has room again. Call it now and then; it does not wait."""
         table = self._fleet.table
+        if self._fixed:
+            return
         if table.missing > self._reported_missing:
             self._failures, self._look_at = 0, 0.0
             self._notify(
@@ -302,6 +309,13 @@ class ElasticPool:
                 f"the rollout controller waited {rpc_s:.0f} s (timeouts.rpc_s) for Ray to name the free places of its "
                 "nodes: Ray's head is overloaded or cannot be reached; try again later"
             ) from None
+
+    def _refuse_fixed(self) -> None:
+        if self._fixed:
+            raise RolloutError(
+                "engines on the trainer's GPUs (rollout.share_gpus) cannot be added or removed while the run lasts; "
+                "stop it, and resume it with another rollout.replicas"
+            )
 
     def _refuse_closed(self) -> None:
         if not self._has_trainer:

@@ -80,7 +80,9 @@ class PoolController:
                 ray.kill(replica)
 
         needs, notify = engine_needs(rollout.tensor_parallel, cuda=self.spec.cuda), partial(write_notice, self.run_dir)
-        self.elastic = ElasticPool(self._fleet, timeouts, start, end, partial(free_places, needs), notify)
+        self.elastic = ElasticPool(
+            self._fleet, timeouts, start, end, partial(free_places, needs), notify, fixed=rollout.share_gpus
+        )
         self._external_requests = ExternalRequests(self._fleet, serves=False)
 
     @property

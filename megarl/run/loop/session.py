@@ -127,7 +127,8 @@ class Session:
         """Wait for the pool and form the weight-sync group with its engines."""
         self.recorder.say("waiting for the rollout engines")
         started = time.perf_counter()
-        self.batches.attach(self.pool.attach(launch))
+        with self.gpus.aside():  # for engines that were left in the middle of a weight sync, which are replaced now
+            self.batches.attach(self.pool.attach(launch))
         self.recorder.say(f"engines are up ({time.perf_counter() - started:.0f} s)")
         self.sender.connect(self.pool.engine_handles())
 

@@ -29,7 +29,7 @@ LONG = GenerateRequest("x", [1, 2], SamplingSpec(10**6, 1.0, (9,)), seed=7)
 class Pool:
     """An elastic pool whose engines start at once, or fail with the errors of `failing`, one after the other."""
 
-    def __init__(self, fleet: EnginePool, room: int = 9, rpc_s: float = 120.0) -> None:
+    def __init__(self, fleet: EnginePool, room: int = 9, rpc_s: float = 120.0, *, fixed: bool = False) -> None:
         self.room, self.failing = room, list[Exception]()
         self.may_place, self.may_start = asyncio.Event(), asyncio.Event()
         self.may_place.set()
@@ -38,7 +38,13 @@ class Pool:
         self.ended: list[Any] = []
         self.messages: list[str] = []
         self.elastic = ElasticPool(
-            fleet, TimeoutsConfig(rpc_s=rpc_s), self._start, self.ended.append, self._look, self.messages.append
+            fleet,
+            TimeoutsConfig(rpc_s=rpc_s),
+            self._start,
+            self.ended.append,
+            self._look,
+            self.messages.append,
+            fixed=fixed,
         )
         self.elastic.open()
 
@@ -95,6 +101,18 @@ async def test_a_response_goes_on_elsewhere_from_its_last_token_and_does_not_cou
     assert await publish(fleet) == ([5, 6] if how == "drain" else [6])
     assert fleet.serving == [6] and pool.ended == ([] if how == "drain" else [first])
     assert (5 in fleet.table) is (how == "drain")
+
+
+async def test_no_engine_starts_or_ends_while_the_trainer_may_have_its_gpu() -> None:
+    fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)})
+    pool = Pool(fleet, fixed=True)
+    for change in (pool.elastic.add(1), pool.elastic.remove(1)):
+        with pytest.raises(RolloutError, match=r"rollout\.share_gpus.* resume it with another rollout\.replicas"):
+            await change
+    fleet.table.missing = 1
+    await pool.elastic.tend()
+    assert pool.elastic._growth is None and pool.room == 9
+    assert "replica 1 is drained" in await pool.elastic.drain(1)
 
 
 async def test_a_removed_replica_ends_after_the_publication_that_is_being_made() -> None:

@@ -40,12 +40,16 @@ def test_a_new_run_is_built_before_the_engines_are_awaited(run: FakeRun) -> None
     assert [part.key for part in session.parts] == [*PARTS, "evaluations", "monitor"]
 
 
-def test_engines_on_shared_gpus_start_and_sleep_before_the_policy_is_built(
+def test_engines_on_shared_gpus_start_before_the_policy_is_built_and_while_it_is_parked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The pool replaces engines that an earlier start of the ranks has left in a weight sync when these attach."""
     run = fake_run(config_of("model", run__dir=str(tmp_path), rollout__share_gpus=True), monkeypatch)
     run.build()
-    assert run.journal[:4] == ["engines sleep", "parallel state", "policy", "attach"]
+    assert run.journal[:6] == [
+        "engines sleep", "parallel state", "policy",
+        "hold nothing", "attach", "hold frozen, gradients, optimizer, weights",
+    ]  # fmt: skip
 
 
 def test_ranks_that_resolved_auto_differently_end_before_anything_is_built(run: FakeRun) -> None:

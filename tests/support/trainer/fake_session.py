@@ -20,6 +20,7 @@ from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
 from megarl.run.loop import batches, loop, session, shared_gpus
 from megarl.run.loop.batches import BatchSource, PreparedBatch
 from megarl.run.loop.session import Session
+from megarl.trainer.parking import EVERYTHING
 
 TRAINED = {0, 1, 2}  # the groups, by each step that is not skipped
 
@@ -312,6 +313,18 @@ class FakeRun:
         return self.asked or self.stop_after.get(self.session.steps_done)
 
 
+class FakeMemory:
+    """Notes what a rank holds."""
+
+    def __init__(self, note: Callable[[str], object]) -> None:
+        self._note = note
+        self.resident: frozenset[Any] = EVERYTHING
+
+    def hold(self, parts: frozenset[Any]) -> None:
+        self.resident = parts
+        self._note(f"hold {', '.join(sorted(parts)) or 'nothing'}")
+
+
 def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     """Return a run whose `build` makes a session of fakes; `megarl.run.loop.loop.train` then trains with fake steps."""
     run = FakeRun(config)
@@ -339,6 +352,7 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
             group=None,
             on_first_rank=lambda function, codec: function(),
             gather=run.gather,
+            barrier=lambda: None,
             rank=0,
             world=1,
         ),
@@ -350,7 +364,7 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
             or SimpleNamespace(
                 module_chunks=[],
                 refresh_reference=refresh_reference,
-                memory=SimpleNamespace(hold=lambda parts: note(f"hold {', '.join(sorted(parts)) or 'nothing'}")),
+                memory=FakeMemory(note),
             )
         ),
         "HFExporter": lambda chunks, info, dtype: None,
