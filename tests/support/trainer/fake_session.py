@@ -339,6 +339,8 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
             gather=run.gather,
             rank=0,
             world=1,
+            barrier=lambda: None,
+            await_all=lambda what, timeout_s, key: None,
         ),
         "Recorder": lambda config, peers, terminal: FakeRecorder(run),
         "load_info": lambda path: None,
