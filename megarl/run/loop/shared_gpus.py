@@ -42,12 +42,17 @@ class SharedGpus:
         self._peers, self._recorder, self._engines = peers, recorder, engines
         self._turns = GpuTurns()
 
+    @property
+    def engines_sleep(self) -> bool:
+        """True while the trainer has the GPUs."""
+        return self.shared and self._turns.turn is Turn.TRAIN
+
     def train(self) -> None:
         """Have the whole state of the trainer on its GPUs, and the engines asleep.
 
         Raises WeightSyncError, on other ranks than the first PeerFailedError, if an engine has not let go in time.
         """
-        if not self.shared or self._turns.turn is Turn.TRAIN:
+        if not self.shared or self.engines_sleep:
             return
         if self._turns.turn is not Turn.GENERATE:
             raise RuntimeError(f"the trainer cannot have the GPUs in the turn {self._turns.turn}")
