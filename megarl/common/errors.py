@@ -81,6 +81,10 @@ class ReplicaFailed(RolloutError):  # noqa: N818
         return type(self), (self.replica, str(self))
 
 
+class EngineMayRun(ReplicaFailed):
+    """A replica failed, and its engine may live on, with the memory that it holds."""
+
+
 class NoPlace(ReplicaFailed):
     """No node has room for the engine of a replica."""
 

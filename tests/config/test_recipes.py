@@ -116,8 +116,8 @@ def test_the_tool_of_retool_is_set_as_published(tmp_path: Path) -> None:
         ("qwen2_5_32b_grpo_64", Pace(1, 1, 4), "token_tis"),
         ("qwen2_5_7b_retool_4x4", Pace(1, 4, 5), "token_tis"),
         ("qwen3_8b_gsm8k_8", Pace(1, 1, 1), "token_tis"),
-        ("qwen3_8b_gsm8k_8_shared", Pace(1, 1, 0), None),
-        ("qwen3_30b_a3b_grpo_16_shared", Pace(1, 1, 0), None),
+        ("qwen3_8b_gsm8k_8_shared", Pace(1, 1, 0, in_turns=True), None),
+        ("qwen3_30b_a3b_grpo_16_shared", Pace(1, 1, 0, in_turns=True), None),
     ],
 )
 def test_how_far_each_recipe_runs_ahead(name: str, pace: Pace, correction: str | None) -> None:

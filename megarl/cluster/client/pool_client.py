@@ -235,8 +235,13 @@ class PoolClient:
         counters: Counters = self._call("admit", (needed,), {}, self.timeouts.rpc_s, note=note)[0]
         return counters
 
-    def wait_batch(self, step: int, timeout_s: float | None = None) -> BatchReady | PublicationNeeded:
-        """Wait until all groups of `step` are in the queue and return its batch, or until no replica is left."""
+    def wait_batch(
+        self, step: int, timeout_s: float | None = None, *, asleep: bool = False
+    ) -> BatchReady | PublicationNeeded:
+        """Wait until all groups of `step` are in the queue and return its batch, or until no replica is left.
+
+        With `asleep` do not wait: engines sleep.
+        """
         bound = timeout_s or self.timeouts.generate_s
         # A wait in slices must outlive a short cut of the network, too.
         margin_s = max(CALL_MARGIN_S, self.timeouts.rpc_s)
@@ -245,7 +250,7 @@ class PoolClient:
             if isinstance(answer, BatchReady):
                 self._record.taken(answer)
 
-        answer, rebuilds = self._call("wait_batch", (step, bound), {}, bound + margin_s, note=note)
+        answer, rebuilds = self._call("wait_batch", (step, bound, asleep), {}, bound + margin_s, note=note)
         return replace(answer, rebuilds=rebuilds) if isinstance(answer, BatchReady) else answer
 
     def keep(self, step: int, rebuilds: int) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.client.connection import ConnectionCut, call_once
-from megarl.common.errors import PoolEnded, ReplicaFailed
+from megarl.common.errors import EngineMayRun, PoolEnded, ReplicaFailed
 from megarl.rollout.transport.rpc import as_rollout_error
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ class ReplicaClient:
     def call(self, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
         """Call one method of the replica and wait for its result, whose type is the method's.
 
-        Raises ReplicaFailed, naming the replica, if it failed or died, TimeoutError after `timeout_s`, and PoolEnded.
+        Raises ReplicaFailed, naming the replica, if it failed or died, and EngineMayRun if it could not be reached;
+        TimeoutError after `timeout_s`, and PoolEnded.
         """
         import ray
 
@@ -50,6 +51,6 @@ class ReplicaClient:
             raise
         except ConnectionCut as error:
             waited = f"could not be reached for {error.seconds:.0f} s, in which it was asked to {method}"
-            raise ReplicaFailed(self.index, f"{self.name} {waited}; see {self._log}: {error}") from error
+            raise EngineMayRun(self.index, f"{self.name} {waited}; see {self._log}: {error}") from error
         except Exception as error:
             raise as_rollout_error(self.index, method, error, f"see {self._log}") from error

@@ -158,6 +158,15 @@ def descendants(pid: int) -> set[ProcessId]:
     return {ProcessId(each, state[1]) for each, state in states.items() if state is not None and state[0] not in "ZX"}
 
 
+def own_children() -> set[ProcessId]:
+    """Return the processes that `multiprocessing` has started for this one, with their descendants."""
+    found: set[ProcessId] = set()
+    for each in multiprocessing.active_children():
+        with contextlib.suppress(ProcessLookupError):
+            found |= {ProcessId.of(each.pid or 0), *descendants(each.pid or 0)}
+    return found
+
+
 def kill(processes: Iterable[ProcessId], signal_number: int) -> None:
     """Send the signal to each process that still runs; a later process with the same pid gets none."""
     for process in processes:

@@ -60,13 +60,11 @@ def _expandable(environment: Mapping[str, str]) -> str | None:
 def _needs_engines(config: Config, key: str) -> Iterator[str]:
     """Yield what would need engines while the trainer has their memory."""
     mode = config.admission.mode
-    if mode == "stream":
-        yield (
-            f"{key}: with admission.mode: stream several steps train between two publications, but engines lose their "
-            "weights while one trains; use sync"
-        )
-    elif mode != "sync":
-        yield f"{key}: with admission.mode: {mode} engines generate while the trainer trains; use sync"
+    if mode not in ("sync", "stream"):
+        yield f"{key}: with admission.mode: {mode} engines generate while the trainer trains; use sync or stream"
+    if mode == "stream" and config.admission.max_uses > 1:
+        uses = f"admission.max_uses: {config.admission.max_uses}"
+        yield f"{key}: with {uses} groups start while the trainer trains; remove admission.max_uses"
     if config.evaluation.concurrent:
         yield f"{key}: evaluation.concurrent needs engines while the trainer trains; remove it"
     if config.gateway.enabled:

@@ -24,11 +24,13 @@ class Pace:
     `sync_interval`: updates from one publication of the weights to the next, a multiple of `updates_per_step`.
     `max_staleness`: the most updates between the weights of the oldest token of a trajectory and the weights of the
     update that trains it.
+    `in_turns`: engines generate while the trainer waits, and nothing for steps after the next publication.
     """
 
     updates_per_step: int = 1
     sync_interval: int = 1
     max_staleness: int = 0
+    in_turns: bool = False
 
     def __post_init__(self) -> None:
         if self.updates_per_step < 1 or self.sync_interval < 1 or self.sync_interval % self.updates_per_step:
@@ -45,8 +47,18 @@ class Pace:
 
     @property
     def runs_ahead(self) -> bool:
-        """True if groups are generated while an earlier step trains: one version's tokens may be in two steps."""
+        """True if groups are generated before an earlier step has trained: one version's tokens may be in two steps."""
         return self.steps_within_bound(0) >= 2
+
+    @property
+    def overlaps(self) -> bool:
+        """True if groups are generated while a step trains."""
+        return self.runs_ahead and not self.in_turns
+
+    @property
+    def steps_per_publication(self) -> int:
+        """The number of steps from one publication to the next."""
+        return self.sync_interval // self.updates_per_step
 
     def steps_within_bound(self, updates: int) -> int:
         """Return how many steps may contain a token that was sampled after `updates` updates of a history.
@@ -58,6 +70,10 @@ class Pace:
     def publishes_after(self, steps_done: int) -> bool:
         """Return whether the weights are published after the first `steps_done` steps of a history."""
         return steps_done * self.updates_per_step % self.sync_interval == 0
+
+    def next_publication(self, steps_done: int) -> int:
+        """Return after how many steps of the history the weights are published next, `steps_done` being trained."""
+        return (steps_done // self.steps_per_publication + 1) * self.steps_per_publication
 
 
 def pace_of(config: Config) -> Pace:
@@ -73,12 +89,18 @@ def pace_of(config: Config) -> Pace:
             "async": max(math.ceil(DEFAULT_QUOTA * interval), updates),
         }[config.admission.mode]
         bound = interval - 1 + ahead
-    return Pace(updates, interval, bound)
+    return Pace(updates, interval, bound, config.rollout.share_gpus)
 
 
 def refill_groups(config: Config) -> int:
-    """Return the most groups without signal that rollout may replace between two steps; 0 without dynamic sampling."""
-    return config.admission.refill_limit * config.batch.groups if config.admission.refill else 0
+    """Return the most groups without signal that rollout may replace before a step; 0 without dynamic sampling.
+
+    Where all steps up to a publication are generated before the first of them is taken, those of all.
+    """
+    if not config.admission.refill:
+        return 0
+    pace = pace_of(config)
+    return config.admission.refill_limit * config.batch.groups * (pace.steps_per_publication if pace.in_turns else 1)
 
 
 def _sync_interval(section: AdmissionConfig, updates: int) -> int:
@@ -93,7 +115,7 @@ def _sync_interval(section: AdmissionConfig, updates: int) -> int:
 def pace_notes(config: Config) -> Iterator[str]:
     """Yield what a user should know about the section `admission` of a config that can run."""
     pace, updates = pace_of(config), config.trainer.mini_batches
-    if config.run.deterministic and pace.runs_ahead:
+    if config.run.deterministic and pace.overlaps:
         yield (
             f"run.deterministic: with admission.mode: {config.admission.mode} a run is not reproducible, because what "
             "is generated ahead depends on time, and it keeps no journal, so that a resume makes all groups again that "
@@ -188,13 +210,13 @@ def group_deadline_s(config: Config) -> float | None:
 def evaluates_alongside_training(config: Config) -> bool:
     """Return whether the trainer goes on while an evaluation runs.
 
-    By default it does where generation runs ahead of training: engines generate while the trainer works anyway, and
-    would otherwise fill the queue and stand still while it waits for the evaluation. A synchronous run keeps evaluating
-    between two steps, with all engines and exactly one version, as do runs that need that.
+    By default it does where engines generate while the trainer works anyway: they would otherwise fill the queue and
+    stand still while it waits for the evaluation. Other runs evaluate between two steps, with all engines and exactly
+    one version, as do runs that need that.
     """
     if config.evaluation.concurrent is not None:
         return config.evaluation.concurrent
-    return pace_of(config).runs_ahead and not any(_needs_one_version(config.checkpoint, config.run))
+    return pace_of(config).overlaps and not any(_needs_one_version(config.checkpoint, config.run))
 
 
 def evaluation_problems(section: EvaluationConfig, checkpoint: CheckpointConfig, run: RunConfig) -> Iterator[str]:

@@ -202,8 +202,8 @@ class EvaluationConfig(Section):
         None,
         description="Train on while an evaluation runs. Its requests give way to training, and its report says of "
         "which versions the tokens were. Those before the first step and after the last are always waited for. "
-        "Default: true where generation runs ahead (`admission.mode`), except with `checkpoint.keep_best` or "
-        "`run.deterministic`, which need one version.",
+        "Default: true where generation runs ahead (`admission.mode`), except with `rollout.share_gpus`, and with "
+        "`checkpoint.keep_best` or `run.deterministic`, which need one version.",
     )
     max_tokens: int | None = Field(
         None, ge=1, description="Upper bound of response tokens; default `sampling.max_tokens`."

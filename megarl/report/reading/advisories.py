@@ -89,7 +89,10 @@ class Advisory:
 
 @dataclass(frozen=True)
 class GpuLayout:
-    """The GPUs of a run as its config says; on a CPU, its processes: `unit` is the word for either."""
+    """The GPUs of a run as its config says; on a CPU, its processes: `unit` is the word for either.
+
+    `shared`: both sides take turns on the same ones, so that each waits for the other, and none can be moved.
+    """
 
     trainer_gpus: int
     trainer_unit: int
@@ -97,6 +100,7 @@ class GpuLayout:
     replica_gpus: int
     synchronous: bool
     unit: str = "GPUs"
+    shared: bool = False
 
 
 def advise(metrics: RunMetrics, layout: GpuLayout | None, when: str = "over the whole run") -> list[Advisory]:
@@ -107,9 +111,8 @@ def advise(metrics: RunMetrics, layout: GpuLayout | None, when: str = "over the 
     if not metrics.steps:
         return []
     windows = ((1.0, when), (LAST, f"over the last {LAST:.0%} of the steps"))
-    return [
-        *_idle(metrics, layout, windows), *_shares(metrics, windows), *_slow_replicas(metrics), *_spikes(metrics)
-    ]  # fmt: skip
+    idle = () if layout is not None and layout.shared else _idle(metrics, layout, windows)
+    return [*idle, *_shares(metrics, windows), *_slow_replicas(metrics), *_spikes(metrics)]
 
 
 def trainer_idle(metrics: RunMetrics, last: float = 1.0) -> float:

@@ -173,7 +173,7 @@ def layout_of(tree: Mapping[str, object], start: StartRecord | None = None) -> G
     # What `layout_problems` accepts: the dense and the expert layers are each spread over all ranks.
     unit = math.lcm(tensor * pipeline, expert * expert_tensor * pipeline)
     word = "processes" if start is not None and start.device == "cpu" else "GPUs"
-    return GpuLayout(gpus, unit, replicas, replica_gpus, mode == "sync", word)
+    return GpuLayout(gpus, unit, replicas, replica_gpus, mode == "sync", word, rollout.get("share_gpus") is True)
 
 
 def read_notices(run_dir: Path) -> list[Notice]:

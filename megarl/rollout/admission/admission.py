@@ -18,6 +18,10 @@ the steps up to their last step can take.
 With synchronous training the groups that are admitted for step t are exactly [t * groups, (t + 1) * groups). `failed`
 groups count towards their step: they are not redrawn.
 
+Where engines and trainer take turns (`Pace.in_turns`), engines end all that their version allows before a step is
+taken, and nothing starts for steps after the next publication. No group is then in flight while the trainer works, and
+each step takes its groups in the order of their ids.
+
 Dynamic sampling (DAPO, arXiv:2503.14476 section 3.2): a finished group whose rewards are all equal is replaced instead
 of queued. It leaves its place to the next group, and the step that is taken next settles it as filtered. Between two
 steps at most `refill` groups are replaced, so that every step ends.
@@ -69,7 +73,7 @@ class Admission:
         self._next_group = 0
         self._redraw: list[int] = []  # rolled back; admitted again before any new group
         self._in_flight = GroupsInFlight()
-        self._ready = ReadyGroups()
+        self._ready = ReadyGroups(by_id=pace.in_turns)
         self._replaced: list[int] = []  # since the last step was taken
         self._taken: dict[int, Taken] = {}  # by step, if it is not committed
         self._reusable = ReusableGroups(max_uses)  # all of them can be used by the next step
@@ -115,8 +119,11 @@ class Admission:
         return steps + self.pace.steps_within_bound(version - first)
 
     def _end(self, version: int) -> int:
-        """Return the same number, or that of the run's steps if these are fewer."""
+        """Return the same number, or that of the steps up to the next publication or the run's end if fewer."""
         end = self.steps_within_bound(version)
+        if self.pace.in_turns and self._base is not None:
+            first, steps = self._base
+            end = min(end, self.pace.next_publication(steps + (version - first) // self.pace.updates_per_step))
         return end if self.steps is None else min(end, self.steps)
 
     def _usable(self, version: int) -> bool:
@@ -252,13 +259,16 @@ class Admission:
         """Take the new groups of `step`: (trainable, failed), each sorted; None while they are not ready.
 
         They are ready when enough groups are finished, or can be filled up with groups that are used again,
-        and none is in flight whose last step this is. Without `needed` nothing is filled up: the trainer has other
-        work. A second call for the same step returns the same groups. Raises ValueError for a step out of order.
+        and none is in flight whose last step this is. In turns none at all may be in flight, or start. Without `needed`
+        nothing is filled up: the trainer has other work. A second call for the same step returns the same groups.
+        Raises ValueError for a step out of order.
         """
         if step in self._taken:
             return self._taken[step].ok, self._taken[step].failed
         if step != self._steps_taken:
             raise ValueError(f"batches are taken in order: step {step} was requested, but {self._steps_taken} is next")
+        if self.pace.in_turns and (self._in_flight or self.room):
+            return None
         missing = max(0, self.groups - len(self._ready))
         if (missing and not (needed and self._fills_up(missing))) or self.awaited(step):
             return None
@@ -404,7 +414,7 @@ class Admission:
         self.version = int(state["version"])
         self._next_group = int(state["next_group"])
         self._redraw = list(state["unsettled"])
-        self._in_flight, self._ready = GroupsInFlight(), ReadyGroups()
+        self._in_flight, self._ready = GroupsInFlight(), ReadyGroups(by_id=self.pace.in_turns)
         self._taken, self._replaced = {}, []
         self._reusable, self._released = ReusableGroups(self.max_uses), []
         self._attempts = max(attempts, self._attempts, int(state["attempts"]))

@@ -16,7 +16,9 @@ class ReadyGroups:
     A step takes those with the oldest tokens first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_id: bool = False) -> None:
+        """`by_id`: those of one version are in the order of their ids instead."""
+        self._by_id = by_id
         self._by_version: dict[int, dict[int, bool]] = {}  # version of the oldest token -> group -> ok
 
     def __len__(self) -> int:
@@ -37,7 +39,8 @@ class ReadyGroups:
     def first(self, number: int) -> Iterator[tuple[int, list[int]]]:
         """Yield (version, groups) of the `number` groups that a step takes next, or of all if there are fewer."""
         for version in sorted(self._by_version):
-            groups = list(itertools.islice(self._by_version[version], number))
+            finished = self._by_version[version]
+            groups = list(itertools.islice(sorted(finished) if self._by_id else finished, number))
             yield version, groups
             number -= len(groups)
             if not number:

@@ -127,6 +127,7 @@ class WeightState:
         self._loading = False  # in this session
         self._mixed = False  # since an interrupted session
         self.asleep: frozenset[str] = frozenset()  # of SLEEPING_PARTS
+        self._falling = False  # asleep, but for the memory, which it may hold still
 
     @property
     def obstacle(self) -> str | None:
@@ -139,12 +140,21 @@ class WeightState:
 
     def sleep(self) -> None:
         """The engine is about to sleep, and to lose its weights and its cache."""
-        self.has_weights, self.asleep = False, frozenset(SLEEPING_PARTS)
+        self.has_weights, self.asleep, self._falling = False, frozenset(SLEEPING_PARTS), True
+
+    def slept(self) -> None:
+        """The engine has given the memory back."""
+        self._falling = False
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine holds no memory of any part."""
+        return self.asleep == frozenset(SLEEPING_PARTS) and not self._falling
 
     def obstacle_to_wake(self, part: str) -> str | None:
         """The reason why the engine must not get the memory of `part` back, or None."""
         if part == "weights":
-            return None if self.asleep else "was not put to sleep before a publication"
+            return None if self.asleep and not self._falling else "was not put to sleep before a publication"
         return self.obstacle or (None if self.has_weights else "has had no weights since it slept")
 
     def woke(self, part: str) -> None:

@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.common.errors import NoPlace, ReplicaFailed, RequestFailed
+from megarl.common.errors import EngineMayRun, NoPlace, ReplicaFailed, RequestFailed
 from megarl.common.process.held_outputs import hold_within
 from megarl.common.process.memory_tuning import begin_start, collect_rarely, exempt_present_objects
 from megarl.common.process.output import redirect_output
-from megarl.common.process.processes import ProcessId, die_with
+from megarl.common.process.processes import ProcessId, die_with, own_children, sweep
 from megarl.common.rundir.private_directory import name_shared_memory
 from megarl.config.schema import Config, TimeoutsConfig
 from megarl.rollout.engine.engine_args import engine_args, engine_environment, reads_weights, start_engines_fast
 from megarl.rollout.engine.engine_load import EngineMonitor, ReplicaActivity, build_monitored
-from megarl.rollout.engine.engine_requests import SLEEPING_PARTS, EngineRequests, WeightState
+from megarl.rollout.engine.engine_requests import EngineRequests, WeightState
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.placement import HeldDevices, engine_needs, held_devices
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
@@ -329,15 +329,16 @@ class EngineReplica:
     async def sleep(self) -> None:
         """Give the memory of weights and KV cache back, and keep the requests. The weights are lost."""
         engine = self._check()
-        if self._weights.asleep == frozenset(SLEEPING_PARTS):
+        if self._weights.sleeps:
             return
         self._weights.sleep()
         self._activity.pause()
         self._monitor.hold("sleep")
         await self._guard(engine.sleep(level=2, mode="keep"), "sleep")
+        self._weights.slept()
 
     async def wake(self, part: str) -> None:
-        """Take the memory of one of SLEEPING_PARTS again; with that of the cache the engine generates.
+        """Take the memory of a part again, the weights or the cache; with that of the cache the engine generates.
 
         Raises ReplicaFailed if the cache is to wake and no sync has loaded all weights since the engine slept, and if
         the weights are and the engine has not slept: it holds memory that was thought to be free.
@@ -442,13 +443,19 @@ class EngineReplica:
         self._failed = f"replica {self.index} {reason}"
 
     async def shutdown(self) -> None:
-        """Stop the engine's processes."""
+        """Stop the engine's processes. Raises EngineMayRun if one lives on, with the memory that it holds."""
+        left: set[ProcessId] = set()
         if self._engine is not None:
+            processes = own_children()
             # The engine process has nothing to save, and does not end on SIGTERM within its default time-out (5 s).
             self._engine.shutdown(timeout=0.5)
             self._engine = None
+            left = sweep(processes, grace_s=0.0)
         self._activity.end()
         events.close_events()
+        if left:
+            pids = ", ".join(str(each.pid) for each in left)
+            raise EngineMayRun(self.index, f"replica {self.index}: processes {pids} of its engine do not end")
 
     def _check(self) -> AsyncLLM:
         """Return the engine. Raises ReplicaFailed if it has failed or is not started."""

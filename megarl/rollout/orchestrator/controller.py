@@ -65,6 +65,9 @@ def start_run_queue(spec: ReplicaSpec, units: int, timeout_s: float, partition: 
     )
 
 
+_ASLEEP = "the engines sleep, and groups up to the next publication are missing"
+
+
 class RolloutController(PoolController):
     """The actor that the supervisor creates; see the module's docstring.
 
@@ -234,14 +237,15 @@ class RolloutController(PoolController):
         self._groups.start()
         return self._admission.counters
 
-    async def wait_batch(self, step: int, timeout_s: float) -> BatchReady | PublicationNeeded:
+    async def wait_batch(self, step: int, timeout_s: float, asleep: bool = False) -> BatchReady | PublicationNeeded:
         """Wait until the groups of `step` are in the queue and return its batch; the same one until `commit`.
 
         If all replicas are lost and the trainer can bring others by a publication of its weights, return that instead;
-        responses in flight wait for it. Raises RolloutError naming the cause if rollout failed, and BatchNotReady if
-        `timeout_s` has passed.
+        responses in flight wait for it. The same at once if engines are `asleep`, and would have to generate. Raises
+        RolloutError naming the cause if rollout failed, and BatchNotReady if `timeout_s` has passed.
         """
-        return await self._steps.wait(step, timeout_s, self._tasks, self._needs_publication, self._working)
+        needs = (lambda: _ASLEEP) if asleep else self._needs_publication
+        return await self._steps.wait(step, timeout_s, self._tasks, needs, self._working)
 
     def _working(self) -> str:
         """Describe what rewards and agent workers work on, as the end of a sentence."""
@@ -378,7 +382,7 @@ class RolloutController(PoolController):
 
     def _expect_publications(self) -> None:
         """Let responses wait for engines that the trainer brings by a publication, if it may make one at any time."""
-        at_once = self.config.rollout.partial_rollout or not pace_of(self.config).runs_ahead
+        at_once = self.config.rollout.partial_rollout or not pace_of(self.config).overlaps
         self._publishes = at_once and self.config.weight_sync.restarts > 0
         self._fleet.expect_publication(self._publishes)
 

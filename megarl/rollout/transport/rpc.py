@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
+from megarl.common.errors import EngineMayRun, ReplicaFailed, RequestFailed, RolloutError
 from megarl.rollout.transport.gather import Outbox
 from megarl.rollout.transport.link import LinkClient, LinkLost, LinkServer, Parcel, fate_of_actor, own_text
 
@@ -167,11 +167,12 @@ def as_rollout_error(index: int, method: str, error: BaseException, where: str) 
         if isinstance(own, RequestFailed):
             return RequestFailed(str(own))
         if isinstance(own, ReplicaFailed):
-            return ReplicaFailed(index, f"{own}; {where}")
+            kind = EngineMayRun if isinstance(own, EngineMayRun) else ReplicaFailed
+            return kind(index, f"{own}; {where}")
     if fate_of_actor(error) != "lives":
         return ReplicaFailed(index, f"replica {index} died while it was asked to {method}; {where}")
-    kind = type(cause or error).__name__
-    return ReplicaFailed(index, f"replica {index} failed to {method}: {kind}: {own_text(error)}; {where}")
+    name = type(cause or error).__name__
+    return ReplicaFailed(index, f"replica {index} failed to {method}: {name}: {own_text(error)}; {where}")
 
 
 class ReplicaClient:

@@ -1,9 +1,9 @@
 """The batches of the steps: each is taken from the pool, planned, and read from the queue.
 
 Only rank 0 calls the rollout controller, and the first rank of each data-parallel replica (its leader) reads the queue;
-both broadcast what they get. If generation runs ahead, the next batch is prepared by a thread while the current one
-trains, and none after it. A batch that was prepared and is not trained, because the run stops or fails, was never
-committed: the run that resumes uses its groups again or draws them again.
+both broadcast what they get. If engines generate during training, the next batch is prepared by a thread while the
+current one trains, and none after it. A batch that was prepared and is not trained, because the run stops or fails, was
+never committed: the run that resumes uses its groups again or draws them again.
 """
 
 from __future__ import annotations
@@ -159,21 +159,22 @@ class BatchSource:
             connect_ray(handle, self._config.timeouts.ray_start_s)
             self._queue = QueueClient(handle, self._config.timeouts)
 
-    def take(self, step: int, version: int) -> PreparedBatch | PublicationNeeded:
+    def take(self, step: int, version: int, *, asleep: bool = False) -> PreparedBatch | PublicationNeeded:
         """Return the batch of `step`, which updates the weights of `version`.
 
-        Or return that these must be published first; call it again then. If generation runs ahead, start to prepare
-        the next one. Raises what the preparation raised, and on the ranks that only waited for rank 0 PeerFailedError.
-        With `telemetry.dump_batches` the batch is then in RUN_DIR/batches.
+        Or return that these must be published first; call it again then. So it is if engines are `asleep`, and would
+        have to generate for the batch. If they generate during training, start to prepare the next one. Raises what the
+        preparation raised, and on the ranks that only waited for rank 0 PeerFailedError. With `telemetry.dump_batches`
+        the batch is then in RUN_DIR/batches.
         """
         name = f"step {step + 1}/{self._config.run.steps}"
-        if self._pace.runs_ahead:
+        if self._pace.overlaps:
             with self._recorder.phase("generate", f"{name}: generating"):
                 prepared = self._from_thread(step, version)
         else:
             self._recorder.status(f"{name}: generating")
             self._channel.hurry()
-            prepared = self._prepare(step, version)
+            prepared = self._prepare(step, version, asleep=asleep)
         if not isinstance(prepared, PublicationNeeded):
             self._recorder.status(f"{name}: training")
             if self._config.telemetry.dump_batches:
@@ -212,12 +213,12 @@ class BatchSource:
 
     def _phase(self, name: Phase) -> AbstractContextManager[None]:
         """Count the time of the block as a phase of the step, if the trainer waits for it."""
-        return nullcontext() if self._pace.runs_ahead else self._recorder.phase(name)
+        return nullcontext() if self._pace.overlaps else self._recorder.phase(name)
 
-    def _prepare(self, step: int, version: int) -> PreparedBatch | PublicationNeeded:
+    def _prepare(self, step: int, version: int, *, asleep: bool = False) -> PreparedBatch | PublicationNeeded:
         while True:
             with self._phase("generate"):
-                ready = self._channel.wait(lambda bound_s: self._ask(step, bound_s), _READY)
+                ready = self._channel.wait(lambda bound_s: self._ask(step, bound_s, asleep), _READY)
             if isinstance(ready, str):
                 return PublicationNeeded(ready)
             assert ready is not None  # `wait` goes on until there is a batch
@@ -228,10 +229,10 @@ class BatchSource:
                 return prepared
             logger.warning("the queue has died before the batch of step %d was read; it is taken again", step)
 
-    def _ask(self, step: int, bound_s: float) -> BatchReady | str:
+    def _ask(self, step: int, bound_s: float, asleep: bool) -> BatchReady | str:
         """Ask the controller for a batch, on rank 0. A text is the reason why the weights must be published first."""
         assert self._pool.controller is not None
-        ready = self._pool.controller.wait_batch(step, bound_s)
+        ready = self._pool.controller.wait_batch(step, bound_s, asleep=asleep)
         return ready.reason if isinstance(ready, PublicationNeeded) else ready
 
     def _read(self, ready: BatchReady, version: int) -> PreparedBatch | None:
@@ -257,7 +258,7 @@ class BatchSource:
         except PartsLost:
             return None
         timings = {**ready.timings, "rollout/rebuilds": float(ready.rebuilds)}
-        if self._pace.runs_ahead:
+        if self._pace.overlaps:
             timings["rollout/prefetch_seconds"] = time.perf_counter() - started
         return PreparedBatch(ready.step, plan, timings, ready.rebuilds, {row.key: row for row in rows}, samples, share)
 

@@ -72,9 +72,17 @@ def train(session: Session) -> None:
 
 
 def take_batch(session: Session, step: int) -> PreparedBatch:
-    """Return the batch of a step; GPUs that engines share are then the trainer's. Collective."""
-    session.pool.admit(step)
-    batch = publish_as_needed(session, lambda: session.batches.take(step, session.version))
+    """Return the batch of a step; GPUs that engines share are then the trainer's. Collective.
+
+    There the first step after a publication waits until engines have generated all steps up to the next one. These find
+    their batches, unless the pool has lost them.
+    """
+
+    def take() -> PreparedBatch | PublicationNeeded:
+        session.pool.admit(step)
+        return session.batches.take(step, session.version, asleep=session.gpus.engines_sleep)
+
+    batch = publish_as_needed(session, take)
     session.gpus.train()
     return batch
 
@@ -107,7 +115,7 @@ def publish_as_needed(session: Session, ask: Callable[[], T | PublicationNeeded]
                 f"its prompts may end every engine that works on it. The last reason: {answer.reason}"
             )
         made += 1
-        session.recorder.say(f"no engine is left; publishing version {session.version} to new ones: {answer.reason}")
+        session.recorder.say(f"no engine serves; publishing version {session.version}: {answer.reason}")
         publish(session, drain=False)
     return answer
 
@@ -134,9 +142,11 @@ def publishes_early(session: Session, step: int, timings: Mapping[str, float]) -
     """Return whether the weights are published out of turn after `step`. `timings`: those of its batch.
 
     They are before an evaluation, the one at the end of the run included, and if replicas were lost: a new replica has
-    no weights, and gets them by a publication, until which it refuses to generate.
+    no weights, and gets them by a publication, until which it refuses to generate. Engines that sleep up to the next
+    one would not generate before it.
     """
-    return timings.get("rollout/replicas_lost", 0.0) > 0 or evaluation_due(session, step + 1)
+    lost = timings.get("rollout/replicas_lost", 0.0) > 0 and not session.gpus.shared
+    return lost or evaluation_due(session, step + 1)
 
 
 def evaluation_due(session: Session, steps_done: int) -> bool:

@@ -107,10 +107,10 @@ class RolloutClient:
     def set_version(self, version: int) -> None:
         """Report to the controller that every engine serves `version`. Not collective: only rank 0 acts.
 
-        If generation runs ahead, it then starts the groups that the version allows.
+        If engines generate during training, it then starts the groups that the version allows.
         """
-        ahead = pace_of(self._config).runs_ahead
-        self._call(lambda pool: pool.set_version(version, admit=ahead))
+        overlaps = pace_of(self._config).overlaps
+        self._call(lambda pool: pool.set_version(version, admit=overlaps))
 
     def admit(self, needed: int) -> None:
         """Start every group that the published version allows. Not collective: only rank 0 acts.

@@ -14,7 +14,7 @@ from megarl.config.schema import Config
 from megarl.run.loop.gpu_turns import GpuTurns, Turn
 from megarl.run.ranks.control_group import ControlGroup
 from megarl.run.record.recorder import Recorder
-from megarl.trainer.parking import NOTHING
+from megarl.trainer.parking import NOTHING, Part
 from megarl.trainer.policy import Policy
 from megarl.weights.group.protocols import EngineHandles, ReplicaHandle
 from megarl.weights.send.sleep import put_to_sleep, wake_caches
@@ -42,12 +42,17 @@ class SharedGpus:
         self._peers, self._recorder, self._engines = peers, recorder, engines
         self._turns = GpuTurns()
 
+    @property
+    def engines_sleep(self) -> bool:
+        """True while the trainer has the GPUs."""
+        return self.shared and self._turns.turn is Turn.TRAIN
+
     def train(self) -> None:
         """Have the whole state of the trainer on its GPUs, and the engines asleep.
 
         Raises WeightSyncError, on other ranks than the first PeerFailedError, if an engine has not let go in time.
         """
-        if not self.shared or self._turns.turn is Turn.TRAIN:
+        if not self.shared or self.engines_sleep:
             return
         if self._turns.turn is not Turn.GENERATE:
             raise RuntimeError(f"the trainer cannot have the GPUs in the turn {self._turns.turn}")
@@ -85,8 +90,7 @@ class SharedGpus:
             return
         memory = self._policy.memory
         before = memory.resident
-        memory.hold(NOTHING)
-        self._peers.barrier()
+        self._hold(NOTHING, "leave the GPUs to an engine that starts")
         try:
             yield
         finally:
@@ -98,9 +102,17 @@ class SharedGpus:
 
     def _await_ranks(self) -> None:
         """Hold what the turn allows, and wait until every rank does: an engine may use the GPUs of several."""
-        moved = self._policy.memory.hold(self._turns.trainer_holds)
-        logger.info("%s: the ranks have moved %s bytes", self._turns.turn, self._peers.gather(moved, _MOVED))
+        turn = self._turns.turn
+        moved = self._hold(self._turns.trainer_holds, f"let go of the GPUs ({turn})")
+        logger.info("%s: the ranks have moved %s bytes", turn, self._peers.gather(moved, _MOVED))
         self._turns.let_go(self._ranks)
+
+    def _hold(self, parts: frozenset[Part], what: str) -> int:
+        """Hold these parts, wait until every rank does, and return the bytes that were moved. Raises PeerTimeout."""
+        self._peers.barrier()  # rank 0 may come late, from calls to the pool
+        moved = self._policy.memory.hold(parts)
+        self._peers.await_all(what, self._rpc_s, "timeouts.rpc_s")
+        return moved
 
     def _replicas(self) -> Sequence[ReplicaHandle]:
         engines = self._engines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import torch
 from torch.distributed import TCPStore
 
 from megarl.common.clocks import GRACE_S
-from megarl.common.errors import BatchNotReady, NotAuthentic
+from megarl.common.errors import BatchNotReady, NotAuthentic, PeerTimeout
 from megarl.common.trust.object_collectives import TEXT, Codec, all_gather, broadcast, codec_of, sendable
 from megarl.common.trust.object_guard import guard_object_collectives
 from megarl.common.trust.run_secret import run_secret
@@ -31,6 +32,7 @@ _RANKS: Codec[tuple[int, ...]] = codec_of(tuple[int, ...])
 
 
 StoreAddress = tuple[str, int]  # host and port
+LATER_S = 5.0  # by which other ranks wait longer than rank 0, which can name those that are missing
 
 
 def join_peers(backend: str, timeout_s: float, run_dir: Path) -> StoreAddress:
@@ -136,6 +138,23 @@ class ControlGroup:
     def barrier(self) -> None:
         """Wait for all ranks."""
         torch.distributed.barrier(self.group)
+
+    def await_all(self, what: str, timeout_s: float, key: str) -> None:
+        """Wait until all ranks have come here, before which they `what`. `key`: the config's key of the bound.
+
+        Raises PeerTimeout naming those that have not within `timeout_s` seconds, on others than rank 0 PeerFailedError.
+        """
+        limit_s = timeout_s if self.is_first else timeout_s + LATER_S
+        try:
+            torch.distributed.monitored_barrier(self.group, timedelta(seconds=limit_s), wait_all_ranks=True)
+        except RuntimeError as error:
+            # Of ProcessGroupGloo.cpp. Rank 0 names the others, and is named by them if it does not come itself.
+            late = re.search(r"Ranks? ([\d, ]+) failed to pass", str(error))
+            missing = late[1] if late else "0" if "imed out" in str(error) else None
+            if missing is None:
+                raise PeerFailedError(f"a rank has failed that was to {what}: {error}") from error
+            waited = f"trainer rank {self.rank} waited {limit_s:.0f} s ({key}) for trainer rank {missing} to {what}"
+            raise PeerTimeout(waited) from error
 
 
 # How often a rank that waits for a batch looks whether it is asked to stop, and shows the others that it waits.

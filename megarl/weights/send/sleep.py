@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from megarl.common.errors import ReplicaFailed, WeightSyncError
+from megarl.common.errors import EngineMayRun, PoolEnded, ReplicaFailed, WeightSyncError
 from megarl.weights.group.protocols import ReplicaHandle
 from megarl.weights.send.failure import CallsFailed, brief
 from megarl.weights.send.leader import EXTRA_WAIT_S, call_all
@@ -22,10 +22,10 @@ def put_to_sleep(replicas: Sequence[ReplicaHandle], rpc_s: float) -> list[str]:
     """Make all engines sleep; return the names of those that were ended instead, because they have failed.
 
     These are replaced by the next publication. Raises WeightSyncError naming the replicas that have not answered within
-    `rpc_s` seconds: they may still hold the memory.
+    `rpc_s` seconds, or whose engine may live on: they may still hold the memory. Raises PoolEnded.
     """
     failures = _call(replicas, "sleep", rpc_s)
-    failed = [name for name, error in failures.items() if isinstance(error, ReplicaFailed)]
+    failed = [name for name, error in failures.items() if _has_failed(error)]
     _refuse_silent(failures, "sleep", rpc_s)
     lost = [replica for replica in replicas if replica.name in failed]
     for name in failed:
@@ -62,8 +62,15 @@ def _call(replicas: Sequence[ReplicaHandle], method: str, rpc_s: float, *args: o
     return failures
 
 
+def _has_failed(error: BaseException) -> bool:
+    return isinstance(error, ReplicaFailed) and not isinstance(error, EngineMayRun)
+
+
 def _refuse_silent(failures: dict[str, BaseException], what: str, rpc_s: float) -> None:
-    silent = [name for name, error in failures.items() if not isinstance(error, ReplicaFailed)]
+    for error in failures.values():
+        if isinstance(error, PoolEnded):
+            raise error
+    silent = [name for name, error in failures.items() if not _has_failed(error)]
     if silent:
         reasons = "; ".join(f"{name}: {brief(failures[name])}" for name in silent)
         raise WeightSyncError(

@@ -18,8 +18,8 @@ def problems(device: str = "cpu", **changes: Any) -> list[str]:
     return list(shared_gpus_problems(config_of("model", rollout__share_gpus=True, **changes), device))
 
 
-def test_a_synchronous_run_may_share_its_gpus_and_others_are_not_asked() -> None:
-    assert problems() == []
+def test_sync_and_stream_may_share_their_gpus_and_other_runs_are_not_asked() -> None:
+    assert problems() == problems(admission__mode="stream") == []
     assert list(shared_gpus_problems(config_of("model", admission__mode="async"), "cuda")) == []
 
 
@@ -28,10 +28,13 @@ def test_a_synchronous_run_may_share_its_gpus_and_others_are_not_asked() -> None
     [
         (
             {"admission__mode": "async"},
-            "with admission.mode: async engines generate while the trainer trains; use sync",
+            "with admission.mode: async engines generate while the trainer trains; use sync or stream",
         ),
         ({"admission__mode": "one_step_off"}, "with admission.mode: one_step_off engines generate"),
-        ({"admission__mode": "stream"}, "engines lose their weights while one trains; use sync"),
+        (
+            {"admission": {"mode": "stream", "max_uses": 2}},
+            "with admission.max_uses: 2 groups start while the trainer trains; remove admission.max_uses",
+        ),
         ({"evaluation__concurrent": True}, "evaluation.concurrent needs engines while the trainer trains"),
         ({"gateway__enabled": True}, "requests of the gateway would wait"),
         ({"rollout__load_weights": True}, "set rollout.load_weights: false"),

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.derived.staleness import Pace, pace_notes, pace_of, pace_problems
+from megarl.config.derived.staleness import (
+    Pace,
+    evaluates_beside_training,
+    pace_notes,
+    pace_of,
+    pace_problems,
+    refill_groups,
+)
 from megarl.rollout.admission.admission import Admission
 from tests.support.trainer.configs import config
 
@@ -68,6 +76,25 @@ def test_a_run_that_generates_ahead_is_told_that_it_cannot_be_deterministic(mode
         note for note in pace_notes(settings) if note.startswith("run.deterministic: with admission.mode: async")
     ]
     assert len(reported) == (mode == "async")
+
+
+@pytest.mark.parametrize("mode", ["sync", "stream"])
+def test_on_shared_gpus_nothing_overlaps_and_a_run_may_be_deterministic(mode: str) -> None:
+    section = {"mode": mode, "refill": True, "refill_limit": 2}
+    shared = config("model", rollout__share_gpus=True, run__deterministic=True, batch__groups=8, admission=section)
+    assert list(pace_notes(shared)) == [] and not evaluates_beside_training(shared)
+    pace = pace_of(shared)
+    assert pace.in_turns and not pace.overlaps and pace.runs_ahead is (mode == "stream")
+    assert refill_groups(shared) == 2 * 8 * pace.steps_per_publication == (64 if mode == "stream" else 16)
+    apart = config("model", batch__groups=8, admission=section)
+    assert evaluates_beside_training(apart) is pace_of(apart).overlaps is (mode == "stream")
+    assert refill_groups(apart) == 16
+
+
+@given(steps=st.integers(1, 5), updates=st.integers(1, 5), done=st.integers(0, 50))
+def test_the_next_publication_by_its_definition(steps: int, updates: int, done: int) -> None:
+    pace = Pace(updates, steps * updates, steps * updates - 1)
+    assert pace.next_publication(done) == next(n for n in itertools.count(done + 1) if pace.publishes_after(n))
 
 
 @given(mode=st.sampled_from(["one_step_off", "stream", "async"]), updates=st.integers(1, 16))

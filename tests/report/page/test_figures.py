@@ -166,7 +166,9 @@ def test_the_layout_is_that_of_the_config() -> None:
     layout = layout_of(CONFIG)
     assert layout is not None and (layout.trainer_gpus, layout.trainer_unit, layout.replicas) == (8, 2, 4)
     assert layout_of({}) is None and layout_of({"trainer": {"gpus": "many"}, "rollout": {}}) is None
-    assert np.isfinite(layout.replica_gpus) and not layout.synchronous
+    assert np.isfinite(layout.replica_gpus) and not layout.synchronous and not layout.shared
+    shared = layout_of(CONFIG | {"rollout": {**CONFIG["rollout"], "share_gpus": True}})
+    assert shared is not None and shared.shared
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])

@@ -78,6 +78,11 @@ def test_two_sides_that_wait_for_each_other_are_told_to_overlap() -> None:
     assert set(in_turn) == {"both_idle"} and "admission.mode" in in_turn["both_idle"].text
 
 
+def test_sides_that_share_their_gpus_are_not_told_to_split_them() -> None:
+    shared = replace(SYNCHRONOUS, shared=True)
+    assert set(advice(layout=shared, time__generate=5.0, rollout__idle_ratio=0.5)) == set()
+
+
 def test_the_split_of_sides_in_turn_has_the_shortest_sum() -> None:
     """It is known by hand: 1 s fixed, 7 s of passes on 8 GPUs and 2 s of generation on 8 others, of 16 in all."""
     (only,) = advice(

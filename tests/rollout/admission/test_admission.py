@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -114,6 +114,19 @@ MOST_USED_FIRST = without_rule(ReusableGroups, _order=staticmethod(lambda group,
 YOUNGEST_FIRST = without_rule(ReusableGroups, _order=staticmethod(lambda group, use: (use.uses, -use.oldest, group)))
 
 
+def take_as_if_beside(self: Admission, step: int) -> tuple[list[int], list[int]] | None:
+    turns, self.pace = self.pace, replace(self.pace, in_turns=False)
+    try:
+        return Admission.batch(self, step)
+    finally:
+        self.pace = turns
+
+
+TAKES_EARLY = without_rule(batch=take_as_if_beside)
+NO_WAIT_FOR_ROOM = without_rule(batch=lambda self, step: None if self._in_flight else take_as_if_beside(self, step))
+PAST_THE_PUBLICATION = without_rule(_end=lambda self, version: self.steps_within_bound(version))
+
+
 def holding(
     reusable: type[ReusableGroups] = ReusableGroups,
     ready: type[ReadyGroups] = ReadyGroups,
@@ -179,8 +192,16 @@ REUSING = [
     Small(2, Pace(max_staleness=1), 3, max_uses=2, refill=1),
 ]
 
+# With engines that sleep while the trainer works: one step and several per publication, and replaced groups.
+IN_TURNS = [
+    Small(2, Pace(in_turns=True), 3),
+    Small(2, Pace(1, 2, 1, in_turns=True), 4),
+    Small(1, Pace(2, 6, 5, in_turns=True), 4, refill=2),
+    Small(2, Pace(1, 3, 2, in_turns=True), 5, ends=True),
+]
 
-@pytest.mark.parametrize("small", SMALL + REUSING, ids=str)
+
+@pytest.mark.parametrize("small", SMALL + REUSING + IN_TURNS, ids=str)
 def test_every_state_of_a_small_run_keeps_the_rules(small: Small) -> None:
     """The rules are the bound, the order, the size of a batch, each group once, and that a run reaches its end.
 
@@ -211,6 +232,21 @@ def test_each_rule_is_needed(mutant: type[Admission], broken: str) -> None:
     with pytest.raises(AssertionError, match=broken):
         for small in reversed(SMALL):  # a rule is likelier to be broken in the last ones
             explore(lambda small=small: small.make(mutant), small.steps, small.ahead)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "broken"),
+    [
+        (TAKES_EARLY, "engines work while the trainer does"),
+        (PAST_THE_PUBLICATION, "groups start for steps after the next publication"),
+        (holding(), "a later group is first"),  # in the order in which they finished
+        (NO_WAIT_FOR_ROOM, "engines work while the trainer does|groups start for steps after"),
+    ],
+)
+def test_each_rule_of_turns_is_needed(mutant: type[Admission], broken: str) -> None:
+    with pytest.raises(AssertionError, match=broken):
+        for small in IN_TURNS:
+            explore(lambda small=small: small.make(mutant), small.steps)
 
 
 @pytest.mark.slow

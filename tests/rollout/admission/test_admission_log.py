@@ -31,7 +31,7 @@ def test_events_are_recorded_in_their_order_and_only_if_they_change_something() 
         admission.commit(0, trained=1, filtered=0, dropped_stale=0, failed=0)
     admission.commit(0, trained=0, filtered=1, dropped_stale=0, failed=1)
     begin, *others = json.loads(json.dumps(events))
-    pace = {"updates_per_step": 1, "sync_interval": 1, "max_staleness": 0}
+    pace = {"updates_per_step": 1, "sync_interval": 1, "max_staleness": 0, "in_turns": False}
     settings = {"groups": 1, "refill": 1, "steps": None, "pace": pace, "attempts": 2}
     assert begin == {"event": "begin", **settings, "state": Admission(1, Pace()).state_dict()}
     assert others == [

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +14,8 @@ from typing import Any
 import pytest
 from vllm.v1.engine.core import EngineCoreProc
 
-from megarl.common.errors import ReplicaFailed
+from megarl.common.errors import EngineMayRun, ReplicaFailed
+from megarl.common.process.processes import ProcessId, is_alive
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.engine import replica as replica_module
@@ -148,6 +152,49 @@ async def test_an_engine_that_slept_wakes_to_serve_only_after_all_weights_were_l
         ("sleep", 2, "keep"), "pause", ("wake", "weights"), "start", {"sync": 1}, ("finish", "6"), ("wake", "kv_cache"),
     ]  # fmt: skip
     assert (await replica.generate([REQUEST], 60.0)).parts["r"].response_ids == [7]
+
+
+async def test_an_engine_that_has_not_fallen_asleep_is_asked_again_and_not_woken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks that gave up the wait have ended, and others ask."""
+    replica: Any = await started(tmp_path, monkeypatch, load_weights=False)
+    fall_asleep, engine = replica._engine.sleep, replica._engine
+
+    async def fails(**_: Any) -> None:
+        raise RuntimeError("cuMemUnmap failed")
+
+    engine.sleep = fails
+    with pytest.raises(ReplicaFailed, match="sleep failed: RuntimeError: cuMemUnmap failed"):
+        await replica.sleep()
+    with pytest.raises(ReplicaFailed, match="replica 3 was not put to sleep before a publication"):
+        await replica.wake("weights")
+    engine.sleep = fall_asleep
+    await replica.sleep()
+    await replica.wake("weights")
+    await replica.sleep()  # from the middle of a publication whose ranks have ended
+    assert engine.calls == [("sleep", 2, "keep"), ("wake", "weights"), ("sleep", 2, "keep")]
+
+
+async def test_a_replica_ends_when_all_processes_of_its_engine_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM does not wait for those that it kills, and their memory is needed at once."""
+    replica: Any = await started(tmp_path, monkeypatch, load_weights=False)
+    replica._engine.shutdown = lambda timeout: None
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600.0,))
+    process.start()
+    try:
+        await replica.shutdown()
+        assert not is_alive(ProcessId.of(process.pid or 0))
+    finally:
+        process.kill()
+        process.join()
+    replica._engine = FakeEngine()
+    replica._engine.shutdown = lambda timeout: None
+    monkeypatch.setattr(replica_module, "sweep", lambda processes, grace_s: {ProcessId.own()})
+    with pytest.raises(EngineMayRun, match=f"replica 3: processes {os.getpid()} of its engine do not end"):
+        await replica.shutdown()
 
 
 async def test_an_engine_on_shared_gpus_starts_asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import tests.support.pool.ray_token  # noqa: F401  # isort: skip  # before Ray is imported
 from ray.exceptions import RayTaskError
 
-from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
+from megarl.common.errors import EngineMayRun, ReplicaFailed, RequestFailed, RolloutError
 from megarl.common.process.held_outputs import hold_within
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import VersionSpan
@@ -348,6 +348,8 @@ def test_errors_of_an_actor_call_are_told_apart() -> None:
     died = as_rollout_error(2, "generate", ActorDiedError("..."), "see log")
     assert isinstance(died, ReplicaFailed)
     assert str(died) == "replica 2 died while it was asked to generate; see log" and died.replica == 2
+    runs = as_rollout_error(2, "shutdown", EngineMayRun(2, "processes 7 of its engine do not end"), "see log")
+    assert isinstance(runs, EngineMayRun) and not isinstance(died, EngineMayRun)
     other = as_rollout_error(1, "pause", ValueError("first\nsecond"), "see log")
     assert str(other) == "replica 1 failed to pause: ValueError: first; see log"
 

@@ -27,7 +27,7 @@ from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
 from megarl.rollout.fleet.external_requests import ExternalNews, ExternalRequest
 from megarl.rollout.orchestrator import prompt_groups
 from megarl.rollout.orchestrator.failover import Failover
-from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
+from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
 from megarl.rollout.resume.journal import JOURNAL_FILE
 from megarl.rollout.resume.journal_file import JournalFile, groups_started
 from megarl.rollout.transport import background
@@ -89,6 +89,33 @@ async def test_a_batch_that_does_not_come_names_the_groups_in_flight(local: Loca
     with pytest.raises(BatchNotReady, match=said):
         await local.controller.wait_batch(0, 0.1)
     await local.controller.shutdown()
+
+
+async def test_on_shared_gpus_a_batch_waits_for_all_groups_up_to_the_next_publication(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then every step up to there has its batch while the engines sleep. What is missing needs a publication."""
+    stream = {"mode": "stream", "sync_interval": 2}
+    batch = config.batch.model_dump()
+    config = config_of("model", batch=batch, rollout__share_gpus=True, admission=stream)
+    local = local_controller(config, tmp_path, monkeypatch)
+    controller = local.controller
+    local.fleet.held = {GROUPS}  # one of the second step
+    await controller.set_version(0, admit=False)
+    assert (await controller.admit(0)).in_flight == 2 * GROUPS
+    with pytest.raises(BatchNotReady, match=rf"1 groups in flight: \[{GROUPS}\]"):
+        await controller.wait_batch(0, 0.2)
+    missing = await controller.wait_batch(0, WAIT_S, True)
+    assert missing == PublicationNeeded("the engines sleep, and groups up to the next publication are missing")
+    local.fleet.held = set()
+    await controller.begin(None)
+    await controller.set_version(0, admit=False)
+    await controller.admit(0)
+    for step, asleep in enumerate((False, True)):
+        taken = await controller.wait_batch(step, WAIT_S, asleep)
+        assert isinstance(taken, BatchReady) and taken.groups == [GROUPS * step + i for i in range(GROUPS)]
+        await controller.commit(step, trained=GROUPS, filtered=0, dropped_stale=0, failed=0)
+    assert (await controller.counters()).in_flight == 0
 
 
 class FailsInGroup1:

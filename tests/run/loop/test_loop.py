@@ -129,6 +129,61 @@ def test_new_engines_get_weights_from_a_trainer_that_has_taken_the_shared_gpus_f
     assert journal.index("take batch 0 for version 0") > journal.index("engines generate", begun)
 
 
+STREAM = {"mode": "stream", "sync_interval": 3}
+KEPT = ("engines", "hold", "copy", "save", "publish", "take", "evaluate")
+
+
+def test_steps_up_to_the_next_publication_leave_the_engines_asleep(make_run: Callable[..., FakeRun]) -> None:
+    """A save copies the trainer's state where it is; the last interval is shorter."""
+    run = make_run(5, rollout__share_gpus=True, admission=STREAM, evaluation__sets=[])
+    run.due = {2}
+    run.timings = {1: {"rollout/replicas_lost": 1.0}}  # the engine that comes would not generate before step 3
+    journal = [line for line in journal_of_training(run) if line.startswith(KEPT)]
+    publication = ["hold weights", "publish {0}", "hold nothing", "engines generate"]
+    trains = ["engines sleep", "hold frozen, gradients, optimizer, weights"]
+    assert journal == [
+        *(line.format(0) for line in publication),
+        "take batch 0 for version 0", *trains,
+        "take batch 1 for version 1", "copy 2", "save 2",
+        "take batch 2 for version 2",
+        *(line.format(3) for line in publication),
+        "take batch 3 for version 3", *trains,
+        "take batch 4 for version 4",
+        *(line.format(5) for line in publication),
+    ]  # fmt: skip
+
+
+def test_an_evaluation_between_two_publications_makes_one_of_its_own(make_run: Callable[..., FakeRun]) -> None:
+    run = make_run(3, rollout__share_gpus=True, admission=STREAM, evaluation__every=2)
+    journal = [line for line in journal_of_training(run) if line.startswith(KEPT)]
+    at = journal.index("publish 2")
+    assert journal[at + 2 : at + 7] == [
+        "engines generate", "evaluate step_2 of version 2", "take batch 2 for version 2", "engines sleep",
+        "hold frozen, gradients, optimizer, weights",
+    ]  # fmt: skip
+
+
+def test_a_stop_between_two_publications_saves_at_once(make_run: Callable[..., FakeRun]) -> None:
+    run = make_run(5, rollout__share_gpus=True, admission=STREAM)
+    run.stop_after = {2: "the time limit is near"}
+    journal = [line for line in journal_of_training(run) if line.startswith(KEPT)]
+    assert journal[-2:] == ["take batch 1 for version 1", "save 2 and wait"]
+
+
+def test_groups_that_the_pool_has_lost_while_engines_sleep_are_generated_after_a_publication(
+    make_run: Callable[..., FakeRun],
+) -> None:
+    run = make_run(3, rollout__share_gpus=True, admission=STREAM, evaluation__sets=[])
+    run.missing = {1: 1}
+    journal = [line for line in journal_of_training(run) if line.startswith((*KEPT, "admit"))]
+    begun = journal.index("admit 1")
+    assert journal[begun : begun + 8] == [
+        "admit 1", "hold weights", "publish 1", "hold nothing", "engines generate", "admit 1",
+        "take batch 1 for version 1", "engines sleep",
+    ]  # fmt: skip
+    assert [line for line in journal if line.startswith("publish")] == ["publish 0", "publish 1", "publish 3"]
+
+
 @pytest.mark.parametrize("stops_after", [1, 2])
 def test_a_stop_takes_the_shared_gpus_for_its_save(make_run: Callable[..., FakeRun], stops_after: int) -> None:
     run = make_run(2, rollout__share_gpus=True)
@@ -374,7 +429,7 @@ def test_the_weights_are_published_again_if_no_engine_is_left(
     assert [line for line in from_there if line in ("drain", *again)][:4] == again
     assert from_there.index("set version 2") < from_there.index("take batch 2 for version 2")
     assert [line for line in journal if line.startswith("commit")] == ["commit 0", "commit 1", "commit 2"]
-    assert run.session is not None and "no engine is left; publishing version 2" in run.session.recorder.said[-1]  # type: ignore[attr-defined]
+    assert run.session is not None and "no engine serves; publishing version 2" in run.session.recorder.said[-1]  # type: ignore[attr-defined]
 
 
 def test_an_evaluation_that_finds_no_engine_left_is_made_again_with_new_ones(make_run: Callable[..., FakeRun]) -> None:

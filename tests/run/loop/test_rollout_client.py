@@ -93,7 +93,7 @@ class FakeClient:
     def devices(self) -> list[HeldDevices]:
         return [HeldDevices("replica 0", "host", ("GPU-7",))]
 
-    def wait_batch(self, step: int, bound_s: float) -> BatchReady:
+    def wait_batch(self, step: int, bound_s: float, *, asleep: bool) -> BatchReady:
         self._note(f"wait_batch {step}")
         if self._failure is not None:
             raise self._failure
@@ -476,7 +476,7 @@ def test_every_rank_learns_that_an_evaluation_alongside_training_needs_a_publica
 
 def test_every_rank_learns_that_a_batch_needs_a_publication(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = PublicationNeeded("replica 0 has died")
-    monkeypatch.setattr(FakeClient, "wait_batch", lambda client, step, bound_s: needed)
+    monkeypatch.setattr(FakeClient, "wait_batch", lambda client, step, bound_s, asleep: needed)
     assert links.run(lambda link: link.batches.take(0, VERSION)) == [needed] * 4
 
 

@@ -50,6 +50,44 @@ def test_restarted_ranks_find_their_peers(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.?")) == ["1.0", "1.1"]
 
 
+# Rank 1 does not come.
+WAITING = """
+import os, sys, time
+from pathlib import Path
+import torch
+from megarl.config.schema import TimeoutsConfig
+from megarl.run.ranks.control_group import ControlGroup, join_peers
+rank = os.environ["RANK"]
+join_peers("gloo", 60, Path(sys.argv[1]))
+peers = ControlGroup(TimeoutsConfig())
+peers.await_all("meet", 60.0, "timeouts.rpc_s")
+if rank == "1":
+    time.sleep(600)
+try:
+    peers.await_all("let go of the GPUs", 1.0, "timeouts.rpc_s")
+except RuntimeError as error:
+    Path(sys.argv[1], rank).write_text(f"{type(error).__name__}: {error}")
+if rank == "0":
+    time.sleep(600)  # until the others have written; torchrun then ends both
+while not Path(sys.argv[1], "0").exists():
+    time.sleep(0.1)
+raise SystemExit(3)
+"""
+
+
+def test_a_rank_that_does_not_come_is_named_by_the_first_one(tmp_path: Path) -> None:
+    program = tmp_path / "rank.py"
+    program.write_text(WAITING)
+    result = subprocess.run(
+        torchrun(3, str(program), str(tmp_path)), env=environment(), capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert result.returncode != 0 and not (tmp_path / "1").exists()
+    waited = "trainer rank 0 waited 1 s (timeouts.rpc_s) for trainer rank 1 to let go of the GPUs"
+    assert (tmp_path / "0").read_text() == f"PeerTimeout: {waited}"
+    assert (tmp_path / "2").read_text().startswith("PeerFailedError: a rank has failed that was to let go of the GPUs")
+
+
 HOST, NAME, SECRET = "127.0.0.1", "store of the ranks/a-run", b"s" * 32
 
 

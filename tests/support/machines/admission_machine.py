@@ -14,6 +14,8 @@ def paces(draw: st.DrawFn) -> Pace:
     """Any relation of generation to training that a config allows, with small numbers."""
     updates, steps = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     interval = updates * steps
+    if draw(st.booleans()):
+        return Pace(updates, interval, interval - 1, in_turns=True)
     return Pace(updates, interval, interval - 1 + draw(st.integers(0, 2 * interval)))
 
 

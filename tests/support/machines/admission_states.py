@@ -130,6 +130,10 @@ class Trial:
         if taken is None:
             return False
         groups, failed = sorted(taken[0] + taken[1]), frozenset(taken[1])
+        if self.admission.pace.in_turns:
+            assert not self.running, "engines work while the trainer does"
+            later = self.oldest.keys() - set(groups)
+            assert max(groups) < min(later, default=max(groups) + 1), "a later group is first"
         assert failed == self.failed.intersection(groups), "a failed group counts as trainable, or the other way round"
         bound = self.admission.pace.max_staleness
         reused = self.take_again(step, len(taken[0]))
@@ -159,8 +163,11 @@ class Trial:
         assert sorted(order[: len(groups)]) == groups, "groups that come later are used again first"
         return {group: self.held.pop(group) for group in groups}
 
-    def commit(self, trained: int | None = None) -> None:
-        """Commit the oldest step that is taken, and publish if it is time. `trained`: how many groups had signal."""
+    def commit(self, trained: int | None = None, *, early: bool = False) -> None:
+        """Commit the oldest step that is taken, and publish if it is time, or `early`.
+
+        `trained`: how many groups had signal.
+        """
         training = self.training.pop(0)
         usable = [group for group in training.groups if group not in training.failed]
         groups, failed = usable[:trained], len(training.failed)
@@ -177,9 +184,13 @@ class Trial:
         self.held |= {group: (1, training.groups[group]) for group in groups}
         self.held |= {group: (uses + 1, oldest) for group, (uses, oldest) in training.reused.items()}
         self.release()
-        if self.admission.pace.publishes_after(self.step):
-            self.published = self.step * self.admission.pace.updates_per_step
+        pace, due = self.admission.pace, self.admission.pace.publishes_after(self.step)
+        if due or early:
+            self.published = self.step * pace.updates_per_step
             self.admission.set_version(self.published)
+        if pace.in_turns:
+            assert due or not self.admission.room, "groups start for steps after the next publication"
+            assert not due or not self.running | self.oldest, "groups are left that the version before has sampled"
 
     def check_the_end(self) -> None:
         """Nothing is left after the last step, if admission knows that it is the last one."""
@@ -211,6 +222,8 @@ def successors(trial: Trial, steps: int, *, plain: bool = False) -> Iterator[Tri
         actions.append(Trial.take)
     if trial.training:
         actions.append(Trial.commit)
+        if trial.admission.pace.in_turns:
+            actions.append(partial(Trial.commit, early=True))
         if trial.admission.max_uses > 1:
             actions.append(lambda copied: copied.commit(trained=0))
     found = [state for action in actions if (state := after(action)) is not None]

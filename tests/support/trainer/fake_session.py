@@ -182,10 +182,10 @@ class FakeBatches(BatchSource):
 
     def attach(self, handle: object) -> None: ...
 
-    def _prepare(self, step: int, version: int) -> PreparedBatch | PublicationNeeded:
+    def _prepare(self, step: int, version: int, *, asleep: bool = False) -> PreparedBatch | PublicationNeeded:
         run, plan = self.run, f"plan for version {version}"
         run.taking(step)
-        if found_lost(run.lost, step):
+        if found_lost(run.lost, step) or (asleep and found_lost(run.missing, step)):
             return PublicationNeeded("replica 0 has died")
         run.journal.append(f"take batch {step} for version {version}")
         run.fetching(plan)
@@ -288,6 +288,7 @@ class FakeRun:
         self.asked: str | None = None
         self.timings: dict[int, dict[str, float]] = {}  # what the pool reports with the batch of a step
         self.lost: dict[int, int] = {}  # steps for whose batch all replicas are found lost, and how often
+        self.missing: dict[int, int] = {}  # steps whose batch engines would have to generate that sleep, and how often
         self.lost_before: dict[str, int] = {}  # evaluations that find all replicas lost, and how often
         self.lost_alongside: dict[
             str, int
@@ -355,6 +356,8 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
             barrier=lambda: None,
             rank=0,
             world=1,
+            barrier=lambda: None,
+            await_all=lambda what, timeout_s, key: None,
         ),
         "Recorder": lambda config, peers, terminal: FakeRecorder(run),
         "load_info": lambda path: None,

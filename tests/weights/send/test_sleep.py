@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.common.errors import ReplicaFailed, WeightSyncError
+from megarl.common.errors import EngineMayRun, PoolEnded, ReplicaFailed, WeightSyncError
 from megarl.weights.send.sleep import put_to_sleep, wake_caches
 
 
@@ -24,6 +24,7 @@ class Replica:
 
 
 DEAD = ReplicaFailed(1, "replica 1 is dead: its engine's process ended in generation")
+CUT_OFF = EngineMayRun(1, "replica 1 could not be reached for 60 s")
 SILENT = TimeoutError("replica 1 did not answer within 1 s")
 Replicas = Callable[..., list[Replica]]
 
@@ -42,7 +43,13 @@ def test_a_failed_engine_is_ended_so_that_it_holds_no_memory(also: dict[str, Bas
 
 
 @pytest.mark.parametrize(
-    ("fails", "what"), [({"sleep": SILENT}, "to sleep"), ({"sleep": DEAD, "shutdown": SILENT}, "to end its engine")]
+    ("fails", "what"),
+    [
+        ({"sleep": SILENT}, "to sleep"),
+        ({"sleep": DEAD, "shutdown": SILENT}, "to end its engine"),
+        ({"sleep": CUT_OFF}, "to sleep"),
+        ({"sleep": DEAD, "shutdown": CUT_OFF}, "to end its engine"),
+    ],
 )
 def test_an_engine_that_may_hold_memory_still_ends_the_hand_over_with_its_name(
     fails: dict[str, BaseException], what: str
@@ -50,6 +57,13 @@ def test_an_engine_that_may_hold_memory_still_ends_the_hand_over_with_its_name(
     with pytest.raises(WeightSyncError, match=f"for replica 1 {what}, and may not use the GPUs") as info:
         put_to_sleep([Replica(0), Replica(1, **fails)], 1.0)
     assert info.value.failed_members == ("engine replica 1",)
+
+
+@pytest.mark.parametrize("fails", [{}, {"sleep": DEAD}], ids=["while it sleeps", "while it ends"])
+def test_the_end_of_the_pool_is_no_engine_that_is_waited_for(fails: dict[str, BaseException]) -> None:
+    ended = PoolEnded("the rollout pool has ended: its supervisor was killed")
+    with pytest.raises(PoolEnded, match="its supervisor was killed"):
+        put_to_sleep([Replica(0), Replica(1, **{"sleep": ended, "shutdown": ended, **fails})], 1.0)
 
 
 @pytest.mark.parametrize("error", [DEAD, SILENT])
