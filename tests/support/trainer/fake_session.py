@@ -353,7 +353,6 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
             group=None,
             on_first_rank=lambda function, codec: function(),
             gather=run.gather,
-            barrier=lambda: None,
             rank=0,
             world=1,
             barrier=lambda: None,
