@@ -47,8 +47,8 @@ step. The columns are means over the seeds; with several, brackets have the leas
 triangle marks a step with a value beyond the axis.
 
 What an asynchronous run trains in its first steps was all sampled by the first weights, so a larger bound learns later
-in the same number of steps. With the correction the reward at the end hardly depends on the bound; without it, the
-reward is lower the larger the bound is. What a mode gains in time is in
+in the same number of steps. With the correction the sampled accuracy at the end does not depend on the bound, and the
+reward hardly; without it both are lower the larger the bound is. What a mode gains in time is in
 [benchmarks](benchmarks.md#asynchronous-training).
 
 ![Effective sample size and KL by bound of staleness](images/results_mismatch.svg)
