@@ -39,13 +39,12 @@ _MORE_THAN_A_NUMBER = re.compile(
 Parsed = tuple[Any, ...]  # math-verify's result, untyped: sympy expressions, then the text that they were read from
 
 
-def math(sample: RewardInput, require_box: bool = False, answer_after: str | None = "</think>") -> RewardResult:
+def math(sample: RewardInput, require_box: bool = False, answer_after: str | None = "auto") -> RewardResult:
     r"""Return 1 if the final answer of the response is mathematically equal to the reference, else 0.
 
     Components: `correct`, `parsed` (an answer was found), `boxed` (it is in a \boxed{}). With `require_box` a response
-    without a box has no answer. Only what follows the last `answer_after` is judged, and a reasoning that is opened but
-    not closed has no answer; None or "none" judges the whole response. Raises ValueError if the reference cannot be
-    parsed.
+    without a box has no answer. Only what follows the model's reasoning is judged (`judged_part`). Raises ValueError if
+    the reference cannot be parsed.
     """
     response = judged_part(sample, answer_after)
     content = last_boxed(response)

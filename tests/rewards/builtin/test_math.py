@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.rewards.builtin.math import _parse, canonical, check_row, compare, last_boxed, math
-from megarl.rewards.types import RewardInput
+from megarl.rewards.types import REASONING_TAGS, RewardInput
 from megarl.rewards.worker_pool import RewardPool
-from tests.support.checkout import EXCERPTS
+from tests.support.checkout import EXCERPTS, ROOT
 from tests.support.rewards.math_decisions import DECISIONS, PAGE, with_table
 from tests.support.rewards.reward_pool import make_reward_pool, score_all
 
@@ -173,6 +173,19 @@ def test_a_template_may_open_the_reasoning(prompt_end: str, response: str, score
     sample = RewardInput("", response, answer="7", prompt_end=prompt_end)
     assert math(sample).score == score
     assert math(sample, answer_after="none").score == 1.0
+
+
+@pytest.mark.parametrize(("start", "end"), REASONING_TAGS)
+def test_the_tags_of_published_models_end_a_reasoning(start: str, end: str) -> None:
+    def scores(response: str, prompt_end: str = "") -> tuple[float, float]:
+        sample = RewardInput("", response, answer="7", prompt_end=prompt_end)
+        return math(sample).score, math(sample, answer_after="none").score
+
+    assert scores(rf"{start}Perhaps \boxed{{8}}.{end} It is \boxed{{7}}.") == (1.0, 1.0)
+    assert scores(rf"{start}\boxed{{7}}{end} It is 9.") == (0.0, 1.0)
+    assert scores(rf"{start}Perhaps \boxed{{7}}; let me check") == (0.0, 1.0)
+    assert scores(r"Perhaps \boxed{7}; let me check", prompt_end=f"assistant\n{start}\n") == (0.0, 1.0)
+    assert f"`{start}`" in (ROOT / "docs" / "training" / "rewards.md").read_text(encoding="utf-8")
 
 
 def test_the_whole_response_is_judged_on_request() -> None:
