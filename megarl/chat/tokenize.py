@@ -6,12 +6,14 @@ import copy
 import json
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.chat.formats import Message, Prompt
 from megarl.models.hf.model_files import hf_files
+from megarl.rewards.types import REASONING_TAGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,9 +30,29 @@ class TokenDecoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._library = library_tokenizer(self._tokenizer)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        marks = [mark for tags in REASONING_TAGS for mark in tags]
+        self._marks = {
+            int(i): token.content
+            for i, token in added.items()
+            if token.special and any(token.content in mark for mark in marks)
+        }
 
     def texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """Return the texts of sequences of token ids, without special tokens."""
+        """Return the texts of sequences of token ids, without special tokens but those that begin or end a reasoning.
+
+        The latter are special tokens of some models, such as Mistral's, and ordinary tokens of others.
+        """
+        if all(self._marks.keys().isdisjoint(ids) for ids in sequences):
+            return self._unmarked(sequences)
+        return ["".join(self._pieces(ids)) for ids in sequences]
+
+    def _pieces(self, ids: Sequence[int]) -> Iterator[str]:
+        for mark, run in groupby(ids, self._marks.get):
+            tokens = list(run)
+            yield from self._unmarked([tokens]) if mark is None else [mark] * len(tokens)
+
+    def _unmarked(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         if self._library is not None:
             # Directly, because transformers looks at every token id first, and because this lets other threads run.
             texts: list[str] = self._library.decode_batch(sequences, skip_special_tokens=True)

@@ -9,6 +9,21 @@ from typing import Any, Literal
 ErrorReason = Literal["timeout", "exception", "crash", "invalid", "memory", "foreign"]
 """`foreign`: the process sent what is no answer to the sample. `memory`: it needed more than `reward.memory_gib`."""
 
+REASONING_TAGS = (
+    ("<think>", "</think>"),  # DeepSeek, Qwen, GLM, Kimi K2, MiniMax, Nemotron, OLMo and most others
+    ("[THINK]", "[/THINK]"),  # Mistral
+    ("<|channel|>analysis", "<|channel|>final"),  # gpt-oss
+    ("<|channel>thought", "<channel|>"),  # Gemma 4
+    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),  # Kimi-VL
+    ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<mm:think>", "</mm:think>"),  # MiniMax M3
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command
+    ("<thought>", "</thought>"),  # EXAONE Deep
+    ("<thinking>", "</thinking>"),  # prompts of tutorials, as the next one
+    ("<reasoning>", "</reasoning>"),
+)
+"""Marks that start and end the reasoning of published models."""
+
 OnError = Literal["drop"] | float
 """What a sample is worth whose function failed: nothing, because it is not used, or this reward."""
 
@@ -118,15 +133,18 @@ class Setup:
 def judged_part(sample: RewardInput, answer_after: str | None) -> str:
     """Return the part of a response that a final answer is looked for in.
 
-    That is the text after the last `answer_after`, which ends the model's reasoning (`</think>`). The start of the
-    reasoning is the same mark without its slash; a response that opens a reasoning and does not close it has no answer:
-    "". Nor has one whose prompt ends in an open reasoning, as many templates have it. None and "none" take all of the
-    response.
+    That is the text after the last mark that ends the model's reasoning: with "auto" of each pair of `REASONING_TAGS`,
+    else `answer_after`, whose start is the same mark without its slash. A response that opens a reasoning and does not
+    close it has no answer: "". Nor has one whose prompt ends in an open reasoning, as many templates have it. None and
+    "none" take all of the response.
     """
+    part = sample.response
     if answer_after is None or answer_after == "none":
-        return sample.response
-    _, mark, after = sample.response.rpartition(answer_after)
-    opening = answer_after.replace("/", "", 1)
-    prompts = () if mark else (sample.prompt, sample.prompt_end)
-    open_reasoning = opening in after or any(text.rstrip().endswith(opening) for text in prompts)
-    return "" if opening != answer_after and open_reasoning else after
+        return part
+    own = ((answer_after.replace("/", "", 1), answer_after),)
+    for start, end in REASONING_TAGS if answer_after == "auto" else own:
+        _, mark, part = part.rpartition(end)
+        prompts = () if mark else (sample.prompt, sample.prompt_end)
+        if start != end and (start in part or any(text.rstrip().endswith(start) for text in prompts)):
+            return ""
+    return part

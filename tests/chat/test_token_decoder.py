@@ -68,3 +68,13 @@ def test_a_thread_decodes_while_the_tokenizer_encodes() -> None:
         ended.set()
         thread.join(10)
     assert found and all(texts == expected for texts in found)
+
+
+def test_marks_of_a_reasoning_stay_in_the_text_though_they_are_special_tokens() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]", "<|channel|>", "<|other|>"]})
+    texts = ["[THINK]one[/THINK]two<|other|>", "[THINK][THINK]", "<|channel|>final three<|other|>", "four<|other|>", ""]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    expected = [text.replace("<|other|>", "") for text in texts]
+    assert TokenDecoder(tokenizer).texts(ids) == expected
+    assert TokenDecoder(tokenizer).texts(ids[3:]) == expected[3:]  # none of them is marked

@@ -111,11 +111,11 @@ class ChildProcess:
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             if self._process.returncode is not None:
-                return _ending(self._process.returncode)
+                return ending_of(self._process.returncode)
             with contextlib.suppress(ChildProcessError):  # `close` in another thread has reaped it meanwhile
                 ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 if ended is not None:
-                    return _ending(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
+                    return ending_of(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
             time.sleep(0.005)
         return "it closed its connection"
 
@@ -128,5 +128,6 @@ def kill_session(pid: int) -> None:
     kill(apart, signal.SIGKILL)
 
 
-def _ending(code: int) -> str:
+def ending_of(code: int) -> str:
+    """Describe the end of a process by its exit code, which is minus the signal that killed it."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

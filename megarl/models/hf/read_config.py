@@ -56,6 +56,8 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
     family = next((f for f in FAMILIES.values() if f.architecture in names), None)
     if family is None:
         supported = ", ".join(f.architecture for f in FAMILIES.values())
+        if not names:
+            raise ValueError(f"'architectures' is missing: write the model's own as a list; supported: {supported}")
         raise ValueError(f"architecture {names} is not supported; supported: {supported}")
     given, raw = raw, {**family.defaults, **raw}
     _refuse(raw)

@@ -49,11 +49,11 @@ _CALCULATION = re.compile(r"\d\s*(?:[-+*/x]|\\(?:times|cdot|div)(?![a-zA-Z]))\s*
 _MAX_DIGITS = 300
 
 
-def gsm8k(sample: RewardInput, answer_after: str | None = "</think>") -> RewardResult:
+def gsm8k(sample: RewardInput, answer_after: str | None = "auto") -> RewardResult:
     """Return 1 if the final number of the response equals the reference's, else 0; components `correct`, `parsed`.
 
-    The reference may be a bare number or a worked answer as in GSM8K's files. Only what follows the last `answer_after`
-    is judged (`judged_part`). Raises ValueError if the reference has no number.
+    The reference may be a bare number or a worked answer as in GSM8K's files. Only what follows the model's
+    reasoning is judged (`judged_part`). Raises ValueError if the reference has no number.
     """
     reference = check_row(sample.answer, sample.row)
     found = final_number(judged_part(sample, answer_after))

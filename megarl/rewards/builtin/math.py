@@ -39,13 +39,12 @@ _MORE_THAN_A_NUMBER = re.compile(
 Parsed = tuple[Any, ...]  # math-verify's result, untyped: sympy expressions, then the text that they were read from
 
 
-def math(sample: RewardInput, require_box: bool = False, answer_after: str | None = "</think>") -> RewardResult:
+def math(sample: RewardInput, require_box: bool = False, answer_after: str | None = "auto") -> RewardResult:
     r"""Return 1 if the final answer of the response is mathematically equal to the reference, else 0.
 
     Components: `correct`, `parsed` (an answer was found), `boxed` (it is in a \boxed{}). With `require_box` a response
-    without a box has no answer. Only what follows the last `answer_after` is judged, and a reasoning that is opened but
-    not closed has no answer; None or "none" judges the whole response. Raises ValueError if the reference cannot be
-    parsed.
+    without a box has no answer. Only what follows the model's reasoning is judged (`judged_part`). Raises ValueError if
+    the reference cannot be parsed.
     """
     response = judged_part(sample, answer_after)
     content = last_boxed(response)
@@ -88,13 +87,14 @@ def compare(reference: str, answer: str) -> tuple[str | None, bool]:
         raise ValueError(
             f"the reference answer {reference[-60:]!r} cannot be read by math-verify; correct the data file"
         )
-    if found.verbatim is not None:
-        return found.verbatim, False
-    parsed = _parse(with_variable(found.text, expected.text))
-    if not parsed or _contradicts_itself(found.text):
+    spelled, words = found.spells(expected), found.verbatim is not None
+    parsed = () if words else _parse(with_variable(found.text, expected.text))
+    if not (spelled or words or parsed) or (not spelled and _contradicts_itself(found.text)):
         return None, False
-    name = found.name or canonical(parsed)
-    return name, expected.verbatim is None and _equal(expected, gold, found, parsed)
+    name = found.name or (canonical(parsed) if parsed else "".join(found.text.split()))
+    if spelled or words or expected.verbatim is not None:
+        return name, spelled
+    return name, _equal(expected, gold, found, parsed)
 
 
 def _elementwise(expected: str, found: str) -> bool | None:
@@ -258,7 +258,22 @@ def _parse(content: str) -> Parsed:
         return ("".join(content.split()),)  # it read a number of the text only
     if found and (_OR.search(content) or _AND.search(content)):
         return (_united(found[0], bool(_OR.search(content))), *found[1:])
-    return tuple(found)
+    return (_with_one_i(found[0]), *found[1:]) if found else ()
+
+
+def _with_one_i(value: Any) -> Any:  # noqa: ANN401 (sympy has no types)
+    """Return a number in i with the imaginary unit, and else variables that are the same ones in all answers.
+
+    math-verify takes variables for real ones where it sees no complex number, and sees one in 3 + 4 i, but not in 3+4i.
+    """
+    from sympy import Equality, Expr, I, Symbol
+
+    side = value.rhs if isinstance(value, Equality) and value.lhs.is_Symbol else value
+    names = getattr(side, "free_symbols", ())
+    if isinstance(side, Expr) and {str(name) for name in names} == {"i"}:
+        return side.xreplace({name: I for name in names})
+    complex_ones = [name for name in getattr(value, "free_symbols", ()) if not name.is_real]
+    return value.xreplace({name: Symbol(name.name, real=True) for name in complex_ones}) if complex_ones else value
 
 
 def _united(value: Any, either: bool) -> Any:  # noqa: ANN401 (sympy has no types)

@@ -41,8 +41,14 @@ _DAY_OF_MONTH = re.compile(
 _DATE = re.compile(r"(\d{4})[-/.](\d{1,2})[-/.](\d{1,2})|(\d{1,2})[-/.](\d{1,2})[-/.](\d{4}|\d\d)")
 _NUMERAL = re.compile(
     r"(?:\(|\\overline\s*\{)?([0-9][0-9A-Za-z]*|[0-9A-Fa-f]{2,})[)}]?"
-    r"(?:\s*_\s*(?:\{\s*\(?(\w+)\)?\s*\}|(\d))|\s*\(?\s*(?:in )?base[\s~-]*(\w+)\s*\)?)"
+    r"(?:\s*_\s*(?:\{\s*(?:base\s*)?\(?(\w+)\)?\s*\}|(\d))|\s*\(?\s*(?:in )?base[\s~-]*(\w+)\s*\)?)"
 )
+_POINTS = r"\s*\{?\s*\(?(?P<%s>[A-Z]{%s})\)?\s*\}?"
+_FIGURE = re.compile(
+    r"(?:\\overline|\\bar|\\text\s*\{\s*(?:line )?segment\s*\})" + _POINTS % ("segment", "2")
+    + r"|(?:\\(?:measured)?angle|\\text\s*\{\s*angle\s*\})" + _POINTS % ("angle", "3")
+    + r"|(?:\\(?:big)?triangle(?:up)?|\\Delta|\\text\s*\{\s*triangle\s*\})" + _POINTS % ("triangle", "3")
+)  # fmt: skip
 _HEXADECIMAL = re.compile(r"0([xbo])([0-9a-fA-F]+)")
 _BASED = re.compile(r"\d\s*_\s*\{?\d")  # a numeral with a base in an expression
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
@@ -55,7 +61,7 @@ _DOTS = re.compile(r"\\(?:[lcdv]?dots[bcimo]?|hdots)(?![a-zA-Z])|\.\.\.")
 _RELATION = re.compile(r"\\(?:geqslant|leqslant|geq|leq|ge|le|gt|lt|neq|ne)(?![a-zA-Z])|[<>]=?|!=")
 # Relations and quantifiers that math-verify leaves out.
 _OTHER_RELATION = re.compile(
-    r"\\(?:gg|ll|forall|exists|not(?!\s*=)(?:in)?|n(?:less|gtr|leq|geq)|subset\w*|supset\w*|succ\w*|prec\w*|propto|perp|parallel"
+    r"\\(?:gg|ll|gtrsim|lesssim|forall|exists|not(?!\s*=)(?:in)?|n(?:less|gtr|leq|geq)|subset\w*|supset\w*|succ\w*|prec\w*|propto|perp|parallel"
     r"|(?:long)?(?:right|left|leftright)arrow|to|implies|iff|Rightarrow|Leftrightarrow)(?![a-zA-Z])"
 )
 _NOT_EQUAL = re.compile(r"\\neq?(?![a-zA-Z])|!=|\\not\s*=")
@@ -63,7 +69,7 @@ _WORD = re.compile(r"[a-zA-Z]{2,}")
 _NAMES = re.compile(  # words that are functions and constants
     "pi|theta|alpha|beta|gamma|delta|phi|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|sqrt|inf(?:ty|inity)?|oo|mod|and|or"
 )
-_SHORT_WORDS = frozenset(("yes", "no", "odd"))  # which no product of variables is
+_SHORT_WORDS = frozenset(("yes", "no", "odd", "not"))  # which no product of variables is
 _QUALIFIED = re.compile(
     r"\bor\s+(?:more|less|fewer)\b|\bat\s+(?:least|most)\b"
     r"|\b(?:remainder|more|less|fewer|over|under|increase|decrease|profit|loss|gain|discount|higher|lower)\b"
@@ -85,12 +91,17 @@ _UNIT_NAMES = {name: names.split()[0] for names in (
 ) for name in names.split()}  # fmt: skip
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cubed": 3}
 _COMPOUND = re.compile(rf"({_NUMBER})\s*([a-zA-Z]+)\.?(?:\s*,?\s*(?:and\s+)?)")
-_CHOICE, _CHOSEN = re.compile(r"\(?([A-J])\)?"), re.compile(r"[{\s]*(?:\(([A-J])\)|([A-J])[).:](?=\s))\W*\w")
+_CHOICE, _CHOSEN = (
+    re.compile(r"\(?([A-J])\)?"),
+    re.compile(r"[{\s]*(?:(?i:option|choice)\s*\(?([A-J])\)?$|(?:\(([A-J])\)|([A-J])[).:](?=\s))\W*\w)"),
+)
 _LETTERS = re.compile(r"[A-Z](?:(?:\s|,|;|\\to(?![a-zA-Z])|\\[,;: ]|and)+[A-Z])+")
 _CLOSING = {"(": ")", "[": "]", r"\{": r"\}", "{": "}"}
 _NO_LIST = re.compile(
     r"[=<>;]|\.\.\.|\\(?:le|ge|leq|geq|in|ne|neq|cup|cap|text|begin|infty|[lc]?dots)(?![a-zA-Z])|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])"
 )
+# In a list of values.
+_AND_BETWEEN = re.compile(r"(?<=[\d%)}])\s*(?:\\text\s*\{\s*and\s*\}|\band\b|\\?&)\s*(?=[-+\d.(\\])")
 _UNITS = re.compile(rf"(?:(?:\s|\\[,;: ]|~|/|\\cdot(?![a-zA-Z]))*{_UNIT}(?:\s*\^\s*(?:\{{-?\d\}}|\d))?)+$")
 
 
@@ -134,6 +145,12 @@ class Answer:
             return self.verbatim
         return str(self.literal.value) + ("%" if self.percent else "")
 
+    def spells(self, other: Answer) -> bool:
+        """Return whether two answers are the same letter for letter, or a word with and without a capital."""
+        mine, theirs = ("".join(_TEXT.sub(r"\1", each.text).split()) for each in (self, other))
+        word = len(mine) > 2 and (mine.istitle() or theirs.istitle())
+        return self.percent == other.percent and (mine.lower() == theirs.lower() if word else mine == theirs)
+
     def says(self, other: Answer) -> bool:
         """Return whether two decided answers are the same."""
         if self.literal is None or other.literal is None:
@@ -170,7 +187,7 @@ def chosen(answer: str, reference: str) -> str:
     wanted, found = clean(reference), _TEXT.sub(r"\1", clean(answer))
     if _CHOICE.fullmatch(wanted) is not None:
         letter = _CHOSEN.match(found)
-        return answer if letter is None else letter[1] or letter[2]
+        return answer if letter is None else letter[1] or letter[2] or letter[3]
     if re.fullmatch("[A-Z]{2,}", wanted) and _LETTERS.fullmatch(found):
         return "".join(re.findall("[A-Z]", found))
     return ", ".join(found) if re.fullmatch("[A-Z]{2,}", found) and _LETTERS.fullmatch(wanted) else answer
@@ -246,7 +263,7 @@ def verbatim(text: str) -> str | None:
 
     These are clock times, dates, numerals with a base, congruences, lists with an ellipsis, `\neq`, and words.
     """
-    plain = " ".join(_TEXT.sub(r" \1 ", text).replace(r"\ ", " ").split())
+    plain = " ".join(re.sub(r"\\[,;: ]", " ", _TEXT.sub(r" \1 ", text)).split())
     tight = re.sub(r"\\[,;:! ]|\s|~", "", _DOTS.sub("...", plain))
     if _QUALIFIED.search(plain):
         return tight.lower()
@@ -257,10 +274,21 @@ def verbatim(text: str) -> str | None:
     if "..." in tight:
         return tight.strip("{}$")
     if _NOT_EQUAL.search(plain):
-        left, _, right = _NOT_EQUAL.sub("≠", tight, count=1).partition("≠")
-        return f"{left or 'x'}≠{right}"
-    found = _time(plain) or _date(plain) or _numeral(plain)
+        both = _NOT_EQUAL.sub("≠", plain, count=1).split("≠", 1)
+        return "≠".join(sorted("".join(side.split()) or "x" for side in both))
+    found = _figure(text) or _time(plain) or _date(plain) or _numeral(plain)
     return found or (tight if _BASED.search(plain) else _compound(plain)) or _words(plain)
+
+
+def _figure(text: str) -> str | None:
+    """Return the name of a segment, an angle or a triangle by its points, whose order may be another one."""
+    match = _FIGURE.fullmatch(text)
+    if match is None:
+        return None
+    kind, points = next((kind, points) for kind, points in match.groupdict().items() if points)
+    if kind == "segment":
+        return points.lower()
+    return f"{kind} {''.join(sorted(points)) if kind == 'triangle' else min(points, points[::-1])}"
 
 
 def _time(text: str) -> str | None:
@@ -336,7 +364,7 @@ def _words(plain: str) -> str | None:
     named = any(len(word) >= 4 or word != word.lower() or word in _SHORT_WORDS for word in found)
     if not named or re.search(r"[=^_+*/<>\\{}|]", plain) or re.match(r"[-+]?[$€£¥]?[\d.]", plain):
         return None
-    return " ".join(re.sub(r"[^\w\s-]", " ", plain.lower()).split())
+    return " ".join(re.sub(r"[^\w\s-]|\band\b", " ", plain.lower()).split())
 
 
 def with_variable(text: str, other: str) -> str:
@@ -357,6 +385,7 @@ def listed(text: str) -> tuple[str, list[str]] | None:
 
     Equations, relations, and lists with words or dots are left to algebra.
     """
+    text = re.sub(r"^[a-zA-Z]\s*=(?=[^=<>]*$)", "", _AND_BETWEEN.sub(",", text))
     if _NO_LIST.search(text) is not None:
         return None
     text = re.sub(r"\\[,;:! ]", " ", text).strip()

@@ -39,6 +39,11 @@ _SIGNS = {
     "⋯": r"\ldots ",
     **dict.fromkeys("°º˚", r"^\circ "),
     "→": r"\to ",
+    "⇒": r"\Rightarrow ", "∨": r"\lor ", "∧": r"\land ",
+    "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ",
+    "ℓ": r"\ell ",
+    "∶": ":",
+    **dict.fromkeys("✓✔✅", ""),
     "∈": r"\in ",
     "∖": r"\setminus ",
     "△": r"\triangle ",
@@ -60,22 +65,28 @@ _JOINS = frozenset(("and", "or", "percent", "pi", "sqrt", "sin", "cos", "tan", "
 _GAP = r"(?:\\[,;:! ]|~|(?:\\(?:text|mathord|mathpunct))?\{,\}|\{\\,\}|,\\!|\\thinspace(?![a-zA-Z])|['\u2019])"
 _THOUSANDS = re.compile(rf"(?<![\d.,\w])[1-9]\d{{0,2}}(?:{_GAP}\s?\d{{3}})+(?!\d)")
 _WHOLE_THOUSANDS = re.compile(
-    r"([-+]?[$€£¥]?)([1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+|(?:_\d{3})+|(?:\.\d{3}){2,}))((?:\.\d+)?\s*(?:\\?%)?)"
+    r"([-+]?[$€£¥]?)([1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+|(?:_\d{3})+|(?:\.\d{3}){2,}))"
+    r"((?:\.\d+)?(?:\s*\\?%|\s*\\?[a-zA-Z][^,;]*)?)"
 )
 # In a list whose separators are followed by spaces.
 _LISTED_THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)")
 _GAPS_IN_DECIMALS = re.compile(rf"(?<![\d.])\d*\.\d{{3}}(?:{_GAP}\d{{3}})*{_GAP}\d{{1,3}}(?!\d)")
 E_NOTATION = re.compile(r"(?<![\w.\\}])(?:\d+\.\d+[eE][+-]?\d+|\d+[eE](?:[+-]\d{2,}|\d{2,}))(?![\w.]*[\w(])")
 _ONE_E_NOTATION = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][+-]?\d+")
+# Each a value of its own: 3 4 is neither a sum nor a product.
+_NEIGHBOURS = re.compile(r"(?<![\w.^}\\])([-+]?\d+(?:\.\d+)?)(?:\s|\\[,;: ]|~|\\q?quad(?![a-zA-Z]))+(?=\d)")
 _MIXED = re.compile(
     r"(?<![\d.\w}/^)])(\d+)(?:\s|\\[,;: ]|~)*"
     r"(?:(?<=[\s~,;:])(?P<a>\d+)\s?/\s?(?P<b>\d+)(?![\d/.])|\\[dtc]?frac\s*(?:\{\s*(?P<c>\d+)\s*\}\s*\{\s*(?P<d>\d+)\s*\}|(?P<e>\d)(?P<f>\d)))"
 )
 _FORMATS = re.compile(
-    r"\\fcolorbox\s*\{[^{}]*\}\s*\{[^{}]*\}|\\(?:textcolor|colorbox|color|[hv]?phantom|label|tag\*?)\s*\{[^{}]*\}"
+    r"\\fcolorbox\s*\{[^{}]*\}\s*\{[^{}]*\}|\\(?:textcolor|colorbox|color|[hv]?phantom|label|tag\*?|enclose)"
+    r"\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}|\\bbox\s*\[[^\]]*\]"
+    r"|\\(?:[bx]?cancel|sout|st)\s*\{(?:[^{}]|\{[^{}]*\})*\}|~~[^~]+~~"
     r"|\\(?:begin|end)\s*\{(?:aligned|align\*?|gathered|equation\*?|split)\}"
-    r"|\\(?:mathbf|boldsymbol|bm|pmb|underline|textbf|textit|mathit|emph|mathop|textrm|textsf|mathsf|mathtt|texttt)(?![a-zA-Z])"
-    r"|\\(?:ensuremath|hbox|framebox|tiny|small|normalsize|large|Large|LARGE|huge|Huge|nonumber|notag)(?![a-zA-Z])"
+    r"|\\(?:mathbf|boldsymbol|bm|pmb|underline|textbf|textit|mathit|emph|bold|text(?:rm|sf|tt|up|md)|math(?:op|sf|tt|ord|bin|punct)|smash|circled)"
+    r"(?![a-zA-Z])|\\(?:left|right)\s*\."
+    r"|\\(?:ensuremath|hbox|framebox|tiny|small|normalsize|large|Large|LARGE|huge|Huge|nonumber|notag|newline|hfill|checkmark)(?![a-zA-Z])"
     r"|\\(?:displaystyle|textstyle|left|right|bigl|bigr|Bigl|Bigr|big|Big|mathstrut|limits|rm|bf)(?![a-zA-Z])|\\[()\[\]]"
     r"|(?:\\q?quad|\s)*\\(?:blacksquare|square|qed|Box)\s*$"
 )
@@ -98,7 +109,7 @@ _SPACE = r"(?:\\[,;:! ]|~|\\(?:q?quad|thinspace)(?![a-zA-Z]))"
 _CALLS = {"sqrt": (r"\sqrt{", "}"), "√": (r"\sqrt{", "}"), "cbrt": (r"\sqrt[3]{", "}"), "∛": (r"\sqrt[3]{", "}"),
           "∜": (r"\sqrt[4]{", "}"), "abs": ("|", "|"), "floor": (r"\lfloor ", r"\rfloor "),
           "ceil": (r"\lceil ", r"\rceil ")}  # fmt: skip
-_CALL = re.compile(r"(?:\\?(?<![a-zA-Z])(sqrt|cbrt)|([√∛∜]))\s*(?=[(\d\w])|(?<![a-zA-Z\\])(abs|floor|ceil)\s*(?=\()")
+_CALL = re.compile(r"(?:\\?(?<![a-zA-Z])(sqrt|cbrt)|([√∛∜]))\s*(?=[(\d\w])|(?<![a-zA-Z\\])([aA]bs|floor|ceil)\s*(?=\()")
 _ANSWER = re.compile(
     r"(?i)(?:\b(?:answers?|(?:correct|right) (?:option|choice)"
     r"|antwort|respuesta|réponse|risposta|resposta|ответ|jawaban)\b"
@@ -112,26 +123,64 @@ _NUMBER = (
     r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|[1-9]\d{0,2}(?: \d{3})+(?!\d|-?[a-zA-Z])(?:\.\d+)?"
     r"|\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+)"
 )
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
+_ORDINAL = r"\d{1,2}(?:st|nd|rd|th)?"
+# What says more than the number in it.
+_QUALIFIER = re.compile(
+    r"(?i)(?:not|neither|either|at (?:least|most)|(?:greater|less|more|fewer|larger|smaller|higher|lower) than"
+    r"|over|under|above|below|between)\b"
+)
 _CANDIDATE = re.compile(
     r"\$\$(?P<a>[^$]+)\$\$|(?<![\\\d])\$(?P<b>[^$\n]+)\$|\\\[(?P<c>.*?)\\\]|\\\((?P<d>.*?)\\\)"
     r"|(?P<e>[-+\w.(]*\\(?:d?t?frac|sqrt|pi|infty|times|cdot)(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|[^\s{}])*)"
+    rf"|(?P<g>(?<![\w.:])(?:\d+(?::\d+)+(?:\s*[aApP]\.?[mM]\b\.?)?|\d{{4}}-\d{{1,2}}-\d{{1,2}}(?!\d)"
+    rf"|(?:{_MONTH}\s+{_ORDINAL}|{_ORDINAL}\s+(?:of\s+)?{_MONTH})(?:,?\s+\d{{4}})?))"
     rf"|(?P<f>(?<![\w.])[-+]?(?:\\?[$€£¥])?\(?{_NUMBER}(?:\s?\d+/\d+)?(?:\s*[-+*/^]\s*\(?-?{_NUMBER}\)?)*(?:\s*(?:\\?%|percent\b))?)",
     re.DOTALL,
 )
-_OUTER = (("$$", "$$"), ("$", "$"), ("**", "**"), ("__", "__"), ("`", "`"), ("*", "*"), ('"', '"'))
+_OUTER = (("$$", "$$"), ("$", "$"), ("**", "**"), ("__", "__"), ("`", "`"), ("*", "*"), ("_", "_"), ('"', '"'))
 # Spellings of LaTeX and of plain text, each with the one that math-verify reads.
 _SPELLINGS = tuple((re.compile(pattern), spelling) for pattern, spelling in (
+    (r"\\(?:text|mbox)\s*\{\s*\}|\\(?:space|en(?:space|skip)|allowbreak)(?![a-zA-Z])|\\>", r"\\ "),
+    (r"(?:\\!)*,(?:\\!)+(?=\d{3}(?!\d))", "{,}"),
+    (r"\\!", ""),
     (r"\\[hv]space\*?\s*\{[^{}]*\}|\\(?:[hm]skip|kern|mkern)\s*-?[\d.]+\s*(?:pt|em|ex|mu|cm|mm)", r"\\,"),
     (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
-    (r"(?<!\\)\{\}", ""),
+    (r"[\^_]?(?<!\\)\{\s*\}", ""),
     (r"\{(\\[ ,;:!]|\.)\}", r"\1"),
-    (r"^\((.*\d\s*\\?%)\)$", r"\1"),
+    (r"^\(([^,]*\d\s*\\?%)\)$|^<(b|strong|em|i|u)>(.*)</\2>$|^&(.*)$", r"\1\3\4"),
+    # What stands before a value, and does not change it.
+    (r"^\s*\\(?:text|mathrm)\s*\{\s*(?i:(?:the )?(?:final )?answer(?: is)?|about|approximately)\s*:?\s*\}\s*:?", ""),
+    (r"^\s*\\(?:to|implies|(?:Long)?[rR]ightarrow|therefore)(?![a-zA-Z])", ""),
+    (r"^[a-zA-Z]\s*\\in\s*(?=\\?[{(\[]|\\(?:mathbb|[RZNQ](?![a-zA-Z])))", ""),
+    (r"^[a-zA-Z]\s*\(\s*[a-z]\s*\)\s*=(?!.*[=<>])", ""),
+    (r"\\text\s*\{\s*(\\?[$€£¥])\s*\}", r"\1"),
+    (r"^\{(\w+)\}(?=_)", r"\1"),
+    (r"_\s*(\\(?:text|mathrm)\s*\{[^{}]*\})", r"_{\1}"),
     # e-notation, and thousands before a factor.
     (r"(?<=\d)(?:\s|\\,)*(?:[eE]|\\(?:text|mathrm)\s*\{E\})\s*\{\s*([-+]?\d+)\s*\}", r"e\1"),
     (r"(?<=\d)\\(?:text|mathrm)\s*\{\s*[eE]([-+]?\d+)\s*\}|(?<=\d)\s+E([-+]\d+)", r"e\1\2"),
+    (r"(?<=\d)\\(?:text|mathrm)\s*\{\s*(?:E|[eE]\s*([-+]))\s*\}\s*([-+]?\d+)", r"e\1\2"),
     (r"(?<![\d,.])([1-9]\d{0,2}),(0\d\d)(?!,?\d)", r"\1\2"),
     (r"\\(?:nice|s|flat|x)frac(?![a-zA-Z])", r"\\frac"),
+    (r"\\[dtc]?frac\s*(\d)\s+(\d)", r"\\frac{\1}{\2}"),
     (r"\\[dtc]?frac\s*(\\[a-zA-Z]+|[a-z])\s*(\d|[a-z])(?![a-zA-Z])", r"\\frac{\1}{\2}"),
+    (r"\\[dt]?binom\s*(\d)\s*(\d)", r"\\binom{\1}{\2}"),
+    (r"√\s*(?=\{)", r"\\sqrt"),
+    (r"(?<=!)(?:\\[,;: ]|\s)+(?=\d)", r"\\cdot "),
+    # Names of functions, sets and symbols.
+    (r"\\(?:mathrm|operatorname|text)\s*\{\s*((?:arc)?(?:sin|cos|tan|cot|sec|csc)|ln|log|exp)\s*\}(?:\\[,;: ]|\s)*",
+     r"\\\1 "),
+    (r"\\(?:(?:mathrm|operatorname|text)\s*\{\s*(arc)?tg\s*\}|(arc)?tg(?![a-zA-Z]))", r"\\\1\2tan "),
+    (r"\\(?:(?:mathrm|operatorname|text)\s*\{\s*(arc)?ctg\s*\}|(arc)?ctg(?![a-zA-Z]))", r"\\\1\2cot "),
+    (r"\\log\s*_\s*(?:e|\{\s*e\s*\})(?![a-zA-Z])", r"\\ln "),
+    (r"\\var(phi|epsilon|theta)(?![a-zA-Z])", r"\\\1 "),
+    (r"\\imath(?![a-zA-Z])", "i"),
+    (r"\\(?:mathbb|Bbb)\s*\{?\s*([A-Z])(?![a-zA-Z])\s*\}?|\\([RZNQ])(?![a-zA-Z])", r"\\mathbb{\1\2}"),
+    (r"(\\mathbb\{[A-Z]\})\s*(?:-|\\backslash)\s*(?=\\\{)", r"\1\\setminus "),
+    (r"\\(?:long)?rightarrow(?![a-zA-Z])", r"\\to "),
+    (r"\\(?:lor|vee)(?![a-zA-Z])(?=[^=<>]*(?:[=<>]|\\[gln]e))", r"\\text{ or }"),
+    (r"\\(?:land|wedge)(?![a-zA-Z])(?=[^=<>]*(?:[=<>]|\\[gln]e))", r"\\text{ and }"),
     (r"(\\sqrt\s*\[\d+\])\s*(\w)", r"\1{\2}"),
     (r"\^\s*\{?(\d+)\}?\s*/\s*_\s*\{?(\d+)\}?", r"\1/\2"),
     (r"\\uppi(?![a-zA-Z])", r"\\pi "),
@@ -139,20 +188,23 @@ _SPELLINGS = tuple((re.compile(pattern), spelling) for pattern, spelling in (
     (r"\\rangle(?![a-zA-Z])", ")"),
     (r"^\s*[—―]\s*(?=[\d.$\\(])", "-"),
     (r"(?<=\d)\s*[xX]\s*(?=10\s*(?:\^|\*\*))", r"\\times "),
-    (r"(?<=\d)\s*\((?=\d+/\d+\))", r"\\cdot ("),  # no mixed number
+    (r"(?<=\d)\s*\((?=\d+/\d+\)|\\[dtc]?frac)", r"\\cdot ("),  # no mixed number
     (r"(?<=\d)\s*(?:\{:\}|\\colon(?![a-zA-Z])|\\text\s*\{:\}|(?:\\!)?:(?:\\!)?)\s*(?=\d)", ":"),
     (r"\\d?frac\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*\}\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*\}",
      r"\\text{\1/\2}"),
     (r"(\\(?:text|mathrm)\s*\{[^{}]*?)\s*\^\s*\{?(-?\d)\}?\s*\}", r"\1}^{\2}"),
-    (r"\\?text\s*\{\s*(?:all )?real(?: number)?s\s*\}|^all real(?: number)?s$", r"\\mathbb{R}"),
-    (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
+    (r"(?i:\\?text\s*\{\s*(?:all )?real(?: number)?s\s*\}|^all real(?: number)?s$)", r"\\mathbb{R}"),
+    (r"(?<=[)\]])\s*(?:U\s*(?=[(\[])|\\text\s*\{\s*or\s*\}\s*(?=[(\[].*\\infty))", r"\\cup "),
+    (r"^-\\infty\s*<\s*[a-z]\s*<\s*\+?\\infty$", r"\\mathbb{R}"),
+    (r"^([^<>]+(?:<|\\le(?:q|qslant)?(?![a-zA-Z]))\s*[a-z])\s*<\s*\+?\\infty$", r"\1"),
+    (r"^-\\infty\s*<\s*([a-z]\s*(?:<|\\le).+)$", r"\1"),
     # An interval in French notation, and the set of the numbers for which a relation holds.
     (r"((?:^|\\cup)\s*)\]([^\[\](){}]+[,;][^\[\](){}]+)(?=[\[\]]\s*(?:$|\\cup))", r"\1(\2"),
     (r"((?:^|\\cup)\s*[(\[][^\[\](){}]+[,;][^\[\](){}]+)\[(?=\s*(?:$|\\cup))", r"\1)"),
     (r"^\\?\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid(?![a-zA-Z])|[|:])(.*)\\?\}$", r"\1"),
     (r"^([(\[][^,;]*);([^,;]*[)\]])$", r"\1,\2"),
     # Repeating decimals.
-    (r"(\d*\.\d*)\((\d+)\)$", r"\1\\overline{\2}"),
+    (r"(\d*\.\d*)(?:\((\d+)\)|\\(?:bar|overline)\s*\{?\s*(\d+)\s*\}?)$", r"\1\\overline{\2\3}"),
     (r"(?<=[\d.])\\dot\s*\{?(\d)\}?$", r"\\overline{\1}"),
     (r"(?<=[\d.])\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?$", r"\\overline{\1\2\3}"),
     (r"^([-+]?\d*\.\d*?)(?:(\d)\2{2,}|(\d{2,})\3+)\s*(?:\.{3,}|\\[lc]?dots)$", r"\1\\overline{\2\3}"),
@@ -183,6 +235,10 @@ def clean(text: str) -> str:
         text = _LISTED_THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     if _ONE_E_NOTATION.fullmatch(text):
         text = decimal(text)
+    text = _NEIGHBOURS.sub(r"\1, ", text)
+    descending = re.split(r"(>|\\ge(?:q|qslant)?(?![a-zA-Z]))", text)
+    if len(descending) > 3 and not re.search(r"[<=,;]|\\le", text):  # 5 > x > 1 is 1 < x < 5
+        text = "".join(reversed(descending)).replace(">", "<").replace(r"\ge", r"\le")
     return _latex_names(text).strip()
 
 
@@ -201,12 +257,14 @@ def stated_answer(text: str) -> str | None:
     if not places:
         values = _values(text) or re.findall(r"^\W*([A-Z])\W*$", text)  # a choice alone
         return values[-1] if values else None
-    rest = text[places[-1] :]
+    rest = re.sub(r"^\s*\n\s*[-*•]\s+", "", text[places[-1] :])  # an item of a list is no negative number
     sentence = _undressed(_SENTENCE_END.split(rest.strip(), maxsplit=1)[0])
     if sentence.count("**") == 1:  # the other one stands before the words
         sentence = sentence.removesuffix("**").strip()
     words = [word for word in re.findall(r"[^\W\d_]{2,}", re.sub(r"\\[a-zA-Z]+", " ", sentence)) if word not in _JOINS]
-    if sentence and (not words or (len(words) <= 3 and not re.search(r"[\d$\\]", sentence))):
+    if sentence and (
+        not words or _QUALIFIER.match(sentence) is not None or (len(words) <= 3 and not re.search(r"[\d$\\]", sentence))
+    ):
         return sentence
     values = _values(rest[:200])
     return values[0] if values else None
@@ -325,7 +383,7 @@ def _latex_names(text: str) -> str:
         end = _argument_end(text, match.end())
         inner = text[match.end() : end]
         inner = inner[1:-1] if inner.startswith("(") else inner
-        before, after = _CALLS[match[1] or match[2] or match[3]]
+        before, after = _CALLS[match[1] or match[2] or match[3].lower()]
         text, start = f"{text[: match.start()]}{before}{inner}{after}{text[end:]}", match.start() + len(before)
     return text
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.common.errors import EngineMayRun, NoPlace, ReplicaFailed, RequestFailed
+from megarl.common.process.child_process import ending_of
 from megarl.common.process.held_outputs import hold_within
 from megarl.common.process.memory_tuning import begin_start, collect_rarely, exempt_present_objects
 from megarl.common.process.output import redirect_output
@@ -483,7 +484,7 @@ class EngineReplica:
         try:
             while not (await asyncio.wait({task}, timeout=DEATH_CHECK_S))[0]:
                 if self._engine is not None and self._engine.errored:
-                    self._failed = f"replica {self.index} is dead: its engine's process ended in {what}"
+                    self._failed = f"replica {self.index} is dead: its engine's process ended in {what}{self._ending()}"
                     raise ReplicaFailed(self.index, self._failed)
             return task.result()
         except ReplicaFailed:
@@ -498,8 +499,16 @@ class EngineReplica:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if isinstance(cause, EngineDeadError):
+            message += self._ending()
             self._failed = f"replica {self.index} is dead: {message}"
         return ReplicaFailed(self.index, f"replica {self.index}: {message}")
+
+    def _ending(self) -> str:
+        """Return how the engine's processes ended, as in ` (killed by SIGKILL)`; "" if vLLM does not know it."""
+        resources = getattr(getattr(self._engine, "engine_core", None), "resources", None)
+        manager = getattr(resources, "engine_manager", None)
+        codes = [] if manager is None else manager.finished_procs().values()
+        return f" ({', '.join(sorted({ending_of(code) for code in codes}))})" if codes else ""
 
     def _fail(self, message: str) -> None:
         """Log the active exception, refuse every later call and raise ReplicaFailed."""

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.models.hf.export import copy_side_files
+from megarl.models.hf.export import copy_side_files, exported_config
 from tests.support.models.family_models import MOE
 from tests.support.models.tensors import read_hf, same_bits
 from tests.support.worlds.world import World
@@ -140,6 +140,14 @@ def test_all_files_but_weights_are_copied(tmp_path: Path) -> None:
     copy_side_files(source, target, torch.float32)
     copied = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
     assert copied == ["additional_chat_templates/tool_use.jinja", "config.json", "vocab.json"]
+
+
+@pytest.mark.parametrize("keys", [("dtype",), ("torch_dtype",), ("dtype", "torch_dtype"), ()])
+def test_config_names_the_dtype_of_the_exported_weights(keys: tuple[str, ...]) -> None:
+    """Also where one of the two keys that readers know is null, or says what the source's weights were."""
+    for before in ("bfloat16", None):
+        config = exported_config(dict.fromkeys(keys, before), torch.float32)
+        assert config == dict.fromkeys(keys or ("dtype",), "float32")
 
 
 def test_an_existing_directory_is_not_overwritten(

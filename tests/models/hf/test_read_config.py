@@ -137,6 +137,10 @@ def test_default_rope_is_no_scaling() -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
+        (
+            LLAMA | {"architectures": None},
+            "'architectures' is missing: write the model's own as a list; supported: Dee",
+        ),
         (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "not supported; supported: DeepseekV3ForCausalLM, Glm4Moe"),
         (LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "RoPE scaling 'longrope'"),
         (LLAMA | {"rope_scaling": {"rope_type": "llama3"}}, "needs factor, low_freq_factor, high_freq_factor"),

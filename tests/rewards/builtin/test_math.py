@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.rewards.builtin.math import _parse, canonical, check_row, compare, last_boxed, math
-from megarl.rewards.types import RewardInput
+from megarl.rewards.types import REASONING_TAGS, RewardInput
 from megarl.rewards.worker_pool import RewardPool
-from tests.support.checkout import EXCERPTS
+from tests.support.checkout import EXCERPTS, ROOT
 from tests.support.rewards.math_decisions import DECISIONS, PAGE, with_table
 from tests.support.rewards.reward_pool import make_reward_pool, score_all
 
@@ -138,6 +138,15 @@ def test_the_page_shows_the_decisions() -> None:
         ("The correct option is C.", "C", 1.0),
         ("Antwort: C", "C", 1.0),
         ("**C**", "C", 1.0),
+        ("The answer is not 17.", "17", 0.0),
+        ("The answer is at least 17.", "17", 0.0),
+        ("The answer is between 16 and 17.", "17", 0.0),
+        ("The answer is March 5.", "5", 0.0),
+        ("The answer is March 5, 2023.", "2023-03-05", 1.0),
+        ("The answer is 9:30 AM.", "9", 0.0),
+        ("The answer is 9:30 AM.", "9:30 am", 1.0),
+        ("The ratio is 3:4", "4", 0.0),
+        ("The answer is:\n- 17", "17", 1.0),
         ("It is 90.", "He runs 40 km, then 50 km.\n\nTherefore, the answer is: 90.", 1.0),
     ],
 )
@@ -173,6 +182,19 @@ def test_a_template_may_open_the_reasoning(prompt_end: str, response: str, score
     sample = RewardInput("", response, answer="7", prompt_end=prompt_end)
     assert math(sample).score == score
     assert math(sample, answer_after="none").score == 1.0
+
+
+@pytest.mark.parametrize(("start", "end"), REASONING_TAGS)
+def test_the_tags_of_published_models_end_a_reasoning(start: str, end: str) -> None:
+    def scores(response: str, prompt_end: str = "") -> tuple[float, float]:
+        sample = RewardInput("", response, answer="7", prompt_end=prompt_end)
+        return math(sample).score, math(sample, answer_after="none").score
+
+    assert scores(rf"{start}Perhaps \boxed{{8}}.{end} It is \boxed{{7}}.") == (1.0, 1.0)
+    assert scores(rf"{start}\boxed{{7}}{end} It is 9.") == (0.0, 1.0)
+    assert scores(rf"{start}Perhaps \boxed{{7}}; let me check") == (0.0, 1.0)
+    assert scores(r"Perhaps \boxed{7}; let me check", prompt_end=f"assistant\n{start}\n") == (0.0, 1.0)
+    assert f"`{start}`" in (ROOT / "docs" / "training" / "rewards.md").read_text(encoding="utf-8")
 
 
 def test_the_whole_response_is_judged_on_request() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -316,9 +317,12 @@ async def test_an_engine_that_dies_in_a_sync_is_noticed_although_its_call_is_nev
     updating = asyncio.create_task(replica.update_weights({}))
     await asyncio.sleep(2 * replica_module.DEATH_CHECK_S)
     assert not updating.done(), "an engine that lives may take its time"
+    manager = SimpleNamespace(finished_procs=lambda: {"EngineCore": -signal.SIGKILL})
+    engine.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
     engine.errored = True
     async with asyncio.timeout(20):
-        with pytest.raises(ReplicaFailed, match="replica 3 is dead: its engine's process ended in update_weights"):
+        told = r"replica 3 is dead: its engine's process ended in update_weights \(killed by SIGKILL\)"
+        with pytest.raises(ReplicaFailed, match=told):
             await updating
     with pytest.raises(ReplicaFailed, match="replica 3 is dead"):
         await replica.pause()
