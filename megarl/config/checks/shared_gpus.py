@@ -40,7 +40,8 @@ def shared_gpus_problems(config: Config, device: str) -> Iterator[str]:
         )
     if engine_teachers(config.teachers):
         yield (
-            f"{key}: engines of teachers do not take turns; use teachers that the trainer's ranks hold (where: trainer)"
+            f"{key}: engines of teachers cannot sleep, because the trainer has no weights for them; use teachers that "
+            "the trainer's ranks hold (where: trainer)"
         )
     if config.weight_sync.transport == "nccl":
         yield f"{key}: NCCL takes no two members on one GPU; set weight_sync.transport: auto"

@@ -1,4 +1,8 @@
-"""Estimates what a GPU holds that trainer and engines share (`rollout.share_gpus`), in each of its turns. Pure."""
+"""Estimates what a GPU holds that two share. Pure.
+
+Trainer and engines do in turns (`rollout.share_gpus`), an engine of the policy and one of a teacher at the same time
+(`teachers.*.gpu_share`).
+"""
 
 from __future__ import annotations
 
@@ -69,6 +73,17 @@ def shared_memory(trainer: Memory, engine: Memory, frozen: Sequence[str]) -> Sha
     terms.append(Term("engine", engine.total(_GENERATE) - _kept(engine), _GENERATE))
     memory = Memory(tuple(terms), min(limits) if limits else None)
     return SharedMemory(memory, sum(term.bytes for term in moved))
+
+
+def side_by_side(policy: Memory, teacher: Memory) -> Memory:
+    """Return what a GPU holds on which an engine of a teacher is next to one of the policy."""
+    named = [*(("policy", term) for term in policy.terms), *(("teacher", term) for term in teacher.terms)]
+    # The teacher scores while the other one generates and takes new weights.
+    terms = [
+        Term(f"{term.name} ({side})", term.bytes, "always" if side == "teacher" else term.when, term.note)
+        for side, term in named
+    ]
+    return Memory(tuple(terms), policy.limit)
 
 
 def kept_asleep(engine: Memory) -> int:

@@ -24,12 +24,13 @@ from megarl.common.process.memory_tuning import begin_start, collect_rarely, exe
 from megarl.common.process.output import redirect_output
 from megarl.common.process.processes import ProcessId, die_with, own_children, sweep
 from megarl.common.rundir.private_directory import name_shared_memory
+from megarl.config.derived.teachers import policy_gpus
 from megarl.config.schema import Config, TimeoutsConfig
 from megarl.rollout.engine.engine_args import engine_args, engine_environment, reads_weights, start_engines_fast
 from megarl.rollout.engine.engine_load import EngineMonitor, ReplicaActivity, build_monitored
 from megarl.rollout.engine.engine_requests import EngineRequests, WeightState
 from megarl.rollout.engine.messages import GenerateRequest
-from megarl.rollout.engine.placement import HeldDevices, engine_needs, held_devices
+from megarl.rollout.engine.placement import HeldDevices, engine_needs, held_devices, starting_alone
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.transport.link import Parcel
 from megarl.rollout.transport.rpc import AnsweredCalls, CallResult, RpcServer, SharedCall
@@ -89,12 +90,12 @@ MOST_CALLS = 40_000
 def create_replica(spec: ReplicaSpec, index: int) -> ActorHandle:
     """Create the EngineReplica actor of a new replica, not started. The calling process owns it.
 
-    The actor gets `num_gpus` = TP and no placement group: inside one, vLLM would silently choose its Ray executor,
-    which asks for GPUs outside the actor.
+    The actor gets `num_gpus` (TP, or a share of a GPU) and no placement group: inside one, vLLM would silently choose
+    its Ray executor, which asks for GPUs outside the actor.
     """
     import ray
 
-    needs = engine_needs(Config.model_validate_json(spec.config_json).rollout.tensor_parallel, cuda=spec.cuda)
+    needs = engine_needs(policy_gpus(Config.model_validate_json(spec.config_json)), cuda=spec.cuda)
     options = {"num_gpus": needs.pop("GPU", 0), "num_cpus": needs.pop("CPU"), "max_concurrency": MOST_CALLS}
     return (
         ray.remote(EngineReplica)
@@ -231,7 +232,8 @@ class EngineReplica:
         """
         started = time.monotonic()
         try:
-            self._engine = self._build()
+            async with starting_alone(f"replica {self.index}", self.config.timeouts.engine_start_s, cuda=self.cuda):
+                self._engine = self._build()
             self._requests = EngineRequests(self._engine, self.index, self._monitor, self.config.timeouts.rpc_s)
             self._requests.times.listen(self._engine)
             built = time.monotonic()
