@@ -421,7 +421,8 @@ def _host_memory(plan: RunPlan) -> str:
 def _shared(shared: SharedMemory, ranks: int) -> str:
     return (
         f"{gib(shared.host)} of each rank's state in host memory while engines generate, {gib(shared.host * ranks)} "
-        f"per node; about {shared.move_s:.1f} s each way (estimate)"
+        f"per node; about {shared.move_s:.1f} s each way (estimate); kept meanwhile: {gib(shared.parked)} by a parked "
+        f"rank, {gib(shared.asleep)} by an engine asleep"
     )
 
 

@@ -328,33 +328,42 @@ class EngineReplica:
         self._monitor.release("pause")
         self._activity.resume(self._version)
 
-    async def sleep(self) -> None:
-        """Give the memory of weights and KV cache back, and keep the requests. The weights are lost."""
+    async def sleep(self) -> int:
+        """Give the memory of weights and KV cache back, and keep the requests. The weights are lost.
+
+        Returns the bytes that are still held: in use of the worker's GPU that has most, on a CPU by its process.
+        """
         engine = self._check()
         if self._weights.sleeps:
-            return
+            return await self._held(engine)
         self._weights.sleep()
         self._activity.pause()
         self._monitor.hold("sleep")
         await self._guard(engine.sleep(level=2, mode="keep"), "sleep")
         self._weights.slept()
+        return await self._held(engine)
 
-    async def wake(self, part: str) -> None:
+    async def _held(self, engine: AsyncLLM) -> int:
+        return int(max(await self._guard(engine.collective_rpc("held_bytes"), "held_bytes")))
+
+    async def wake(self, part: str) -> int:
         """Take the memory of a part again, the weights or the cache; with that of the cache the engine generates.
 
-        Raises ReplicaFailed if the cache is to wake and no sync has loaded all weights since the engine slept, and if
-        the weights are and the engine has not slept: it holds memory that was thought to be free.
+        Returns the bytes that are held then, as `sleep`. Raises ReplicaFailed if the cache is to wake and no sync has
+        loaded all weights since the engine slept, and if the weights are and the engine has not slept: it holds memory
+        that was thought to be free.
         """
         engine = self._check()
         if (obstacle := self._weights.obstacle_to_wake(part)) is not None:
             raise ReplicaFailed(self.index, f"replica {self.index} {obstacle}")
         if part not in self._weights.asleep:
-            return
+            return await self._held(engine)
         await self._guard(engine.wake_up([part]), f"wake {part}")
         self._weights.woke(part)
         if not self._weights.asleep:
             self._monitor.release("sleep")
             self._activity.resume(self._version)
+        return await self._held(engine)
 
     async def reset(self) -> None:
         """Drop every request and be ready to serve. Raises ReplicaFailed if a weight sync was interrupted."""
