@@ -87,9 +87,10 @@ class LiveReplica:
     async def _pause(self, clear_cache: bool) -> None:
         await self._engine.pause_generation(mode="keep", clear_cache=clear_cache)
 
-    async def _sleep(self) -> None:
+    async def _sleep(self) -> int:
         self.weights.sleep()
         await self._engine.sleep(level=2, mode="keep")
+        return int(max(await self._engine.collective_rpc("held_bytes")))
 
     async def _wake(self, part: str) -> None:
         if self.weights.obstacle_to_wake(part) is not None:

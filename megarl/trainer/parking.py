@@ -24,7 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
 from megarl import platforms
-from megarl.common.process.memory_tuning import return_freed_memory
+from megarl.common.process.memory_tuning import anonymous_bytes, return_freed_memory
 
 Part: TypeAlias = Literal["weights", "gradients", "optimizer", "frozen"]
 NOTHING: frozenset[Part] = frozenset()
@@ -53,8 +53,13 @@ class StateMemory:
         chunks: Sequence[DistributedDataParallel],
         optimizer: MegatronOptimizer,
         frozen: Sequence[torch.nn.Module] = (),
+        before: int = 0,
     ) -> None:
-        """`frozen`: modules next to the policy; of them only what is always on the device is moved."""
+        """`frozen`: modules next to the policy; of them only what is always on the device is moved.
+
+        `before`: the bytes of this process's own memory before it had any of these.
+        """
+        self._before = before
         self._chunks, self._optimizer, self._frozen = chunks, optimizer, frozen
         self._blocks: dict[int, tuple[UntypedStorage, Tensor]] = {}  # by storage; they are made once
         self._parked: list[_Parked] = []
@@ -64,6 +69,13 @@ class StateMemory:
     def host_bytes(self) -> int:
         """The bytes of host memory that parked contents have taken so far, and keep."""
         return sum(content_B.numel() for _, content_B in self._blocks.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes that torch's allocator has of the GPU now; on a CPU those that have come to this process since."""
+        if platforms.current().is_cuda:
+            return torch.cuda.memory_reserved()
+        return max(0, anonymous_bytes() - self._before)
 
     def hold(self, wanted: Collection[Part]) -> int:
         """Have these parts on the device, and no others. Return the bytes that were copied.

@@ -25,7 +25,7 @@ from megarl.algorithms.objective.stats import LossStats
 from megarl.algorithms.objective.terms import WEIGHT_STREAMS, GlobalCounts, TermCounts, count_terms
 from megarl.algorithms.objective.token_origin import OriginGaps
 from megarl.checkpoint.format.load_weights import load_weights
-from megarl.common.process.memory_tuning import keep_freed_memory
+from megarl.common.process.memory_tuning import anonymous_bytes, keep_freed_memory
 from megarl.common.trust.object_collectives import Codec, all_gather, codec_of
 from megarl.config.checks.telemetry import SourceBuckets
 from megarl.config.derived.logprob_passes import recomputes_old_logprobs
@@ -90,6 +90,7 @@ class Policy:
     """
 
     def __init__(self, config: Config, layout: Layout, info: ModelInfo, loss: LossFunction | None = None) -> None:
+        before = anonymous_bytes()
         self.config, self.layout, self.info = config, layout, info
         self._objective = objective_of(config)
         self._loss = loss or self._configured_loss
@@ -128,7 +129,7 @@ class Policy:
         }
         frozen = [*self.teachers.values(), *([self.reference] if self.reference is not None else [])]
         self.memory = StateMemory(
-            self.module_chunks, self.optimizer, [chunk for each in frozen for chunk in each.chunks]
+            self.module_chunks, self.optimizer, [chunk for each in frozen for chunk in each.chunks], before
         )
         if not platforms.current().is_cuda:
             keep_freed_memory()

@@ -76,7 +76,10 @@ def test_a_student_that_is_its_own_teacher_learns_nothing(tmp_path: Path) -> Non
 
 
 def test_a_teachers_engine_that_dies_is_started_again_and_every_group_counts_once(tmp_path: Path) -> None:
+    """It is on the GPU of the policy's engine, as far as a CPU can have that: it starts after that one."""
     config = distilled(tmp_path, make_digit_teacher(tmp_path / "teacher"))
+    config["teachers"][0] |= {"gpu_share": 0.5, "gpu_memory_utilization": 0.4}
+    config["rollout"]["gpu_memory_utilization"] = 0.5
     run_dir, process = tmp_path / "run", start_run(config)
     try:
         wait_for(lambda: len(step_records(run_dir)) >= 2, process)

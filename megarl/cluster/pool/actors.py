@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,9 @@ from megarl.common.errors import RolloutError
 from megarl.common.process.processes import ProcessId
 from megarl.common.rundir.notices import write_notice
 from megarl.config.checks.sections import max_sequence_tokens
-from megarl.config.derived.teachers import engine_teachers
+from megarl.config.derived.teachers import engine_teachers, sharing_teachers
 from megarl.config.schema import Config
+from megarl.config.schema.algorithm import TeacherConfig
 from megarl.gateway.actor import GatewaySpec
 from megarl.models.hf.read_config import load_info
 from megarl.rollout.engine.placement import HEAD_RESOURCE, HEAD_SHARE, ROLLOUT_RESOURCE
@@ -62,7 +63,9 @@ class PoolActors:
         replicas = [create_replica(replica_spec, index) for index in range(config.rollout.replicas)]
         for index, replica in enumerate(replicas):
             pending[replica.start.remote()] = f"engine replica {index}"
-        teachers = self._start_teachers(replica_spec, pending)
+        sharing = sharing_teachers(config.teachers)
+        alone = [each for each in engine_teachers(config.teachers) if each not in sharing]
+        teachers = self._start_teachers(alone, replica_spec, pending)
         controller = self._create_controller(spec.partition, config.timeouts.rpc_s)
         self.handles = [*replicas, *teachers, controller]
         pending[controller.start.remote()] = "the rollout controller"
@@ -72,6 +75,10 @@ class PoolActors:
         answers = self._await(pending, config.timeouts.engine_start_s)
         if self.gateway is not None:
             self.gateway.opened(answers["the gateway"])
+        # Each finds the rest of a GPU only after all engines of the policy have theirs, and measures its memory alone.
+        pending = {}
+        self.handles[-1:-1] = self._start_teachers(sharing, replica_spec, pending)
+        self._await(pending, config.timeouts.engine_start_s)
 
     def replace_controller(self, partition: str) -> None:
         """Kill the controller, and with it the queue that it owns, and start both again, the queue as `partition`.
@@ -86,10 +93,12 @@ class PoolActors:
         self.handles.append(controller)
         self._await({controller.start.remote(): "the new rollout controller"}, timeouts.engine_start_s)
 
-    def _start_teachers(self, pool: ReplicaSpec, pending: dict[ObjectRef, str]) -> list[ActorHandle]:
-        """Create the engines of all teachers; add the references of their starts to `pending`."""
+    def _start_teachers(
+        self, teachers: Sequence[TeacherConfig], pool: ReplicaSpec, pending: dict[ObjectRef, str]
+    ) -> list[ActorHandle]:
+        """Create the engines of teachers; add the references of their starts to `pending`."""
         created = []
-        for teacher in engine_teachers(self._config.teachers):
+        for teacher in teachers:
             for number in range(teacher.replicas):
                 created.append(create_teacher(pool, teacher.name, number))
                 pending[created[-1].start.remote()] = f"engine {number} of teacher {teacher.name}"

@@ -1,4 +1,4 @@
-"""Python's garbage collection in processes that live as long as a run."""
+"""Memory of processes that live as long as a run: Python's garbage collection, glibc's allocator, what they hold."""
 
 from __future__ import annotations
 
@@ -52,6 +52,12 @@ def return_freed_memory() -> None:
     """Return the memory that is free now to the system, also where `keep_freed_memory` keeps what is freed later."""
     if (libc := _glibc()) is not None:
         libc.malloc_trim(0)
+
+
+def anonymous_bytes() -> int:
+    """Return the bytes of memory that is this process's own: neither a file's nor shared by mapping one."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon:")) * 1024
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -38,9 +38,15 @@ def shared_gpus_problems(config: Config, device: str) -> Iterator[str]:
             f"{key}: the engines are on the trainer's GPUs (trainer.devices, trainer.gpus_per_node); remove "
             "rollout.devices, rollout.gpus_per_node and rollout.nodes"
         )
+    yield from (
+        f"rollout.engine_kwargs.{name}: with {key} megarl's own worker measures what an engine holds; remove it"
+        for name in ("worker_cls", "worker_extension_cls")
+        if name in rollout.engine_kwargs
+    )
     if engine_teachers(config.teachers):
         yield (
-            f"{key}: engines of teachers do not take turns; use teachers that the trainer's ranks hold (where: trainer)"
+            f"{key}: engines of teachers cannot sleep, because the trainer has no weights for them; use teachers that "
+            "the trainer's ranks hold (where: trainer)"
         )
     if config.weight_sync.transport == "nccl":
         yield f"{key}: NCCL takes no two members on one GPU; set weight_sync.transport: auto"

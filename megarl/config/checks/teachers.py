@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from megarl.config.checks import layout
 from megarl.config.checks.engine import engine_problems
 from megarl.config.derived.datasets import TrainSet, train_sets
-from megarl.config.derived.teachers import distils_in_loss, engine_config, scored_tokens, vocabulary_difference
+from megarl.config.derived.teachers import (
+    distils_in_loss,
+    engine_config,
+    scored_tokens,
+    sharing_teachers,
+    vocabulary_difference,
+)
 from megarl.config.schema import Config
 from megarl.config.schema.algorithm import TeacherConfig
 from megarl.config.schema.data import DataConfig
@@ -32,6 +38,7 @@ def teacher_problems(config: Config, info: ModelInfo, longest: int, *, files: bo
             "the reference policy; set algorithm.kl.where=reward, algorithm.kl.coef=0, or "
             "algorithm.distill.where=advantage"
         )
+    yield from _share_problems(config)
     for index, teacher in enumerate(config.teachers):
         key = f"teachers.{index}"
         if teacher.where == "engine":
@@ -77,6 +84,36 @@ def _engine_problems(config: Config, teacher: TeacherConfig, key: str) -> Iterat
             )
     for problem in engine_problems(engine_config(config, teacher).rollout):
         yield f"{key}.{problem.removeprefix('rollout.')}"
+
+
+def _share_problems(config: Config) -> Iterator[str]:
+    """Yield why engines of teachers cannot be on the GPUs of the policy's engines."""
+    sharing, rollout = sharing_teachers(config.teachers), config.rollout
+    if not sharing:
+        return
+    keys = {each.name: f"teachers.{index}" for index, each in enumerate(config.teachers)}
+    first = keys[sharing[0].name]
+    wide = {"rollout": rollout.tensor_parallel} | {keys[each.name]: each.tensor_parallel for each in sharing}
+    if spread := [f"{key}.tensor_parallel" for key, gpus in wide.items() if gpus > 1]:
+        yield f"{first}.gpu_share: only engines of one GPU share it; set {' and '.join(spread)} to 1, or remove the key"
+    if others := [each for each in sharing if each.gpu_share != sharing[0].gpu_share]:
+        yield (
+            f"{keys[others[0].name]}.gpu_share: {others[0].gpu_share}, and {first}.gpu_share is "
+            f"{sharing[0].gpu_share}, so that two engines of teachers could be on one GPU; make them equal"
+        )
+    engines = sum(each.replicas for each in sharing)
+    if engines != rollout.replicas or rollout.max_replicas not in (None, rollout.replicas):
+        yield (
+            f"{first}.gpu_share: {engines} engines of teachers are on the GPUs of {rollout.replicas} of the policy "
+            "(rollout.replicas); make teachers.*.replicas and rollout.replicas agree, and remove rollout.max_replicas"
+        )
+    for each in sharing:
+        own, policys = each.gpu_memory_utilization, rollout.gpu_memory_utilization
+        if own + policys > 1:
+            yield (
+                f"{keys[each.name]}.gpu_memory_utilization: {own:g}, and rollout.gpu_memory_utilization is {policys:g} "
+                f"of the same GPU: together {own + policys:g} of its memory; lower them to less than 1 together"
+            )
 
 
 def _model_problems(config: Config, teacher: TeacherConfig, key: str, info: ModelInfo, longest: int) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megarl.common.errors import ConfigError
-from megarl.config.derived.teachers import engine_teachers
+from megarl.config.derived.teachers import engine_teachers, sharing_teachers
 from megarl.config.schema import Config, ParallelConfig, RolloutConfig, TrainerConfig
 from megarl.config.schema.algorithm import TeacherConfig
 from megarl.models.megatron.layout import Layout
@@ -69,11 +69,11 @@ def most_replicas(rollout: RolloutConfig) -> int:
 def engines_per_node(pool: Pool, rollout: RolloutConfig, teachers: Sequence[TeacherConfig]) -> int:
     """Return the number of engines, teachers' included, for which a node of the rollout `pool` has places.
 
-    On several nodes all engines have as many GPUs each.
+    On several nodes all engines have as many GPUs each, or share each of them by two.
     """
     if pool.nodes == 1:
         return most_replicas(rollout) + sum(each.replicas for each in engine_teachers(teachers))
-    return pool.gpus_per_node // rollout.tensor_parallel
+    return pool.gpus_per_node // rollout.tensor_parallel * (2 if sharing_teachers(teachers) else 1)
 
 
 def resolve_pools(config: Config) -> Pools:
@@ -88,7 +88,9 @@ def resolve_pools(config: Config) -> Pools:
     t_per_node = _per_node("trainer", trainer.gpus, trainer.gpus_per_node, trainer.devices, problems)
     # Those kept for later engines and those of the teachers' engines are included.
     r_total = most_replicas(rollout) * rollout.tensor_parallel
-    r_total += sum(each.replicas * each.tensor_parallel for each in engine_teachers(config.teachers))
+    r_total += sum(
+        each.replicas * each.tensor_parallel for each in engine_teachers(config.teachers) if each.gpu_share is None
+    )
     r_per_node = _per_node("rollout", r_total, rollout.gpus_per_node, rollout.devices, problems)
     if rollout.share_gpus:  # spread over the trainer's nodes
         r_per_node = max(1, r_total * t_per_node // trainer.gpus)

@@ -31,6 +31,26 @@ def engine_teachers(teachers: Sequence[TeacherConfig]) -> list[TeacherConfig]:
     return [each for each in teachers if each.where == "engine"]
 
 
+# Taken from a teacher's share of a GPU, so that two engines of the policy, which take the rest each, never fit on one.
+_LESS = 0.001
+
+
+def sharing_teachers(teachers: Sequence[TeacherConfig]) -> list[TeacherConfig]:
+    """Return the teachers whose engines are on the GPUs of the policy's engines, in the order of the config."""
+    return [each for each in engine_teachers(teachers) if each.gpu_share is not None]
+
+
+def policy_gpus(config: Config) -> float:
+    """Return the GPUs that Ray gives an engine of the policy; less than 1 if a teacher's engine is on the same."""
+    share = max((each.gpu_share or 0.0 for each in sharing_teachers(config.teachers)), default=None)
+    return config.rollout.tensor_parallel if share is None else round(1.0 - share + _LESS, 4)
+
+
+def teacher_gpus(teacher: TeacherConfig) -> float:
+    """Return the GPUs that Ray gives an engine of a teacher; less than 1 if it shares one."""
+    return teacher.tensor_parallel if teacher.gpu_share is None else round(teacher.gpu_share - _LESS, 4)
+
+
 def trainer_teachers(teachers: Sequence[TeacherConfig]) -> list[TeacherConfig]:
     """Return the teachers that the trainer's ranks hold, in the order of the config."""
     return [each for each in teachers if each.where == "trainer"]

@@ -38,7 +38,7 @@ from megarl.config.memory_plan.memory import (
     trainer_memory,
 )
 from megarl.config.memory_plan.parameters import TrainerRank, model_parameters
-from megarl.config.memory_plan.shared_gpus import SharedMemory, kept_asleep, shared_memory
+from megarl.config.memory_plan.shared_gpus import SharedMemory, kept_asleep, shared_memory, side_by_side
 from megarl.config.schema import Config, MegatronConfig, RolloutConfig, TrainerConfig
 from megarl.config.schema.algorithm import TeacherConfig
 from megarl.config.schema.job import CheckpointConfig
@@ -64,12 +64,17 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class TeacherPlan:
-    """A teacher with engines of its own; `memory` is None if its config.json is not on this machine."""
+    """A teacher with engines of its own; `memory` is None if its config.json is not on this machine.
+
+    `gpu_share`: of a GPU that an engine shares with one of the policy's, on which both need the memory `both`.
+    """
 
     name: str
     replicas: int
     engine_gpus: int
     memory: Memory | None
+    gpu_share: float | None = None
+    both: Memory | None = None
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
     rank = resolve_auto(TrainerRank.of(config, info, layout, fused=gpu.fused), gpu, longest)
     config = config.model_copy(update={"trainer": rank.trainer})
     trainer = trainer_memory(rank, gpu)
-    teachers = _teacher_plans(config, longest, cuda)
+    teachers = _teacher_plans(config, engine.memory, longest, cuda)
     shared = None
     if config.rollout.share_gpus:
         shared = shared_memory(trainer, engine.memory, [each.name for each in rank.frozen])
@@ -163,8 +168,11 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
     )
 
 
-def _teacher_plans(config: Config, longest: int, cuda: bool) -> tuple[TeacherPlan, ...]:
-    """Return the plans of the teachers with engines. The terms of a sync are left out: they are never given weights."""
+def _teacher_plans(config: Config, policy: Memory, longest: int, cuda: bool) -> tuple[TeacherPlan, ...]:
+    """Return the plans of the teachers with engines. The terms of a sync are left out: they are never given weights.
+
+    `policy`: the memory of one of its engines.
+    """
     found = []
     for each in engine_teachers(config.teachers):
         memory = None
@@ -173,7 +181,8 @@ def _teacher_plans(config: Config, longest: int, cuda: bool) -> tuple[TeacherPla
             own, info = engine_config(config, each), load_info(each.path)
             whole = engine_memory(own, info, scored_tokens(longest), cuda=cuda, limit=limit).memory
             memory = Memory(tuple(term for term in whole.terms if term.when != "sync"), whole.limit)
-        found.append(TeacherPlan(each.name, each.replicas, each.tensor_parallel, memory))
+        both = side_by_side(policy, memory) if memory is not None and each.gpu_share is not None and cuda else None
+        found.append(TeacherPlan(each.name, each.replicas, each.tensor_parallel, memory, each.gpu_share, both))
     return tuple(found)
 
 
@@ -190,6 +199,12 @@ def _teacher_problems(sections: Sequence[TeacherConfig], teachers: Sequence[Teac
             yield (
                 f"{key}: {gib(needed)} per GPU before any KV cache, of {gib(allowed)} allowed "
                 f"({key}.gpu_memory_utilization): raise {key}.tensor_parallel"
+            )
+        if each.both is not None and each.both.peak > each.memory.limit:
+            yield (
+                f"{key}.gpu_share: {gib(each.both.peak)} per GPU in phase {each.both.peak_phase!r}, of "
+                f"{gib(each.memory.limit)}, with the policy's engine: lower {key}.gpu_memory_utilization, "
+                "rollout.gpu_memory_utilization or weight_sync.bucket_mb"
             )
 
 
@@ -304,6 +319,7 @@ def print_dry_run(plan: RunPlan, given: Config, stream: TextIO, found: Findings,
         console.print(Text(f"\n# {name}, as the model sees it", style="bold"), Text(value), sep="\n")
     console.print(Text("\n# plan", style="bold"), _pairs(_summary(plan)), sep="\n")
     memory = {f"teacher {each.name}": each.memory for each in plan.teachers}
+    memory |= {f"rollout and teacher {each.name}": each.both for each in plan.teachers if each.both is not None}
     if plan.shared is not None:
         memory["both in turns"] = plan.shared.memory
     for pool, needed in {"trainer": plan.trainer, "rollout": plan.engine.memory, **memory}.items():
@@ -351,7 +367,8 @@ def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
     yield "rollout", f"{engines} of {width}{more}"
     for teacher in plan.teachers:
         width = f"{_count(teacher.engine_gpus, _unit(plan))}{'' if teacher.replicas == 1 else ' each'}"
-        yield f"teacher {teacher.name}", f"{_count(teacher.replicas, 'engine')} of {width}"
+        where = "" if teacher.gpu_share is None else f", on the policy's, of which it takes {teacher.gpu_share:g}"
+        yield f"teacher {teacher.name}", f"{_count(teacher.replicas, 'engine')} of {width}{where}"
     if plan.device == "cuda":
         where = (
             "the trainer's, in turns"
@@ -404,7 +421,8 @@ def _host_memory(plan: RunPlan) -> str:
 def _shared(shared: SharedMemory, ranks: int) -> str:
     return (
         f"{gib(shared.host)} of each rank's state in host memory while engines generate, {gib(shared.host * ranks)} "
-        f"per node; about {shared.move_s:.1f} s each way (estimate)"
+        f"per node; about {shared.move_s:.1f} s each way (estimate); kept meanwhile: {gib(shared.parked)} by a parked "
+        f"rank, {gib(shared.asleep)} by an engine asleep"
     )
 
 

@@ -1,11 +1,15 @@
-"""Estimates what a GPU holds that trainer and engines share (`rollout.share_gpus`), in each of its turns. Pure."""
+"""Estimates what a GPU holds that two share. Pure.
+
+Trainer and engines do in turns (`rollout.share_gpus`), an engine of the policy and one of a teacher at the same time
+(`teachers.*.gpu_share`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megarl.common.values import GIB
+from megarl.common.values import GIB, MIB
 from megarl.config.memory_plan.memory import ENGINE_SYNC_BUCKETS, Memory, Term
 
 # Bytes per second of copies between a GPU and pinned host memory: PCIe 5. An estimate.
@@ -13,6 +17,7 @@ COPY_SPEED = 50 * GIB
 _GENERATE, _TRAIN, _PUBLISH = "generate", "train", "publish"
 # What stays while the other side has the GPU: contexts, communicators, the buffers of a sync. Both sides' estimates.
 _KEPT = ("CUDA and NCCL", "CUDA, NCCL and graphs", "sync buckets")
+HEAP = 64 * MIB  # of a process on a CPU, besides what it had before the model. An estimate; 25 was measured
 _MOVED = ("weights", "optimizer")
 _RELAY_BUCKETS = 2  # that a rank passes on to an engine (`megarl/weights/group/relay.py`)
 
@@ -21,11 +26,14 @@ _RELAY_BUCKETS = 2  # that a rank passes on to an engine (`megarl/weights/group/
 class SharedMemory:
     """One shared GPU; on a CPU, a trainer process and an engine worker together.
 
-    `host`: bytes of a rank's state in host memory while it is parked; `move_s`: seconds of one move of it.
+    `host`: bytes of a rank's state in host memory while it is parked; `move_s`: seconds of one move of it. `parked` and
+    `asleep`: bytes that a rank, and an engine, keeps of the GPU then.
     """
 
     memory: Memory
     host: int
+    parked: int
+    asleep: int
 
     @property
     def move_s(self) -> float:
@@ -57,18 +65,31 @@ def shared_memory(trainer: Memory, engine: Memory, frozen: Sequence[str]) -> Sha
              (("trainer", trainer), ("engine", engine)) for term in memory.terms
              if term.name in _KEPT and term.when == "always"]  # fmt: skip
     terms.append(Term("relay", _relay(engine)))
+    terms += [Term(f"heap ({name})", size, note="estimate") for name, side in (("trainer", trainer), ("engine", engine))
+              if (size := _heap(side))]  # fmt: skip
     peak = max(trainer.total(phase) for phase in trainer.phases)
     kept = _kept(trainer)
     terms.append(Term("trainer's state", sum(term.bytes for term in own), _TRAIN))
-    terms.append(Term("trainer's pass", peak - kept - sum(term.bytes for term in own), _TRAIN))
+    terms.append(Term("trainer's pass", peak - kept + _heap(trainer) - sum(term.bytes for term in own), _TRAIN))
     terms.append(Term("trainer's weights", weights, _PUBLISH))
     gathers = sum(term.bytes for term in trainer.terms if term.when == "sync")
     loads = sum(term.bytes for term in engine.terms if term.when == "sync")
     terms.append(Term("gather and load", gathers + loads, _PUBLISH))
     terms.append(Term("engine's weights", engine.term("weights").bytes, _PUBLISH))
-    terms.append(Term("engine", engine.total(_GENERATE) - _kept(engine), _GENERATE))
+    terms.append(Term("engine", engine.total(_GENERATE) - _kept(engine) + _heap(engine), _GENERATE))
     memory = Memory(tuple(terms), min(limits) if limits else None)
-    return SharedMemory(memory, sum(term.bytes for term in moved))
+    return SharedMemory(memory, sum(term.bytes for term in moved), kept, kept_asleep(engine))
+
+
+def side_by_side(policy: Memory, teacher: Memory) -> Memory:
+    """Return what a GPU holds on which an engine of a teacher is next to one of the policy."""
+    named = [*(("policy", term) for term in policy.terms), *(("teacher", term) for term in teacher.terms)]
+    # The teacher scores while the other one generates and takes new weights.
+    terms = [
+        Term(f"{term.name} ({side})", term.bytes, "always" if side == "teacher" else term.when, term.note)
+        for side, term in named
+    ]
+    return Memory(tuple(terms), policy.limit)
 
 
 def kept_asleep(engine: Memory) -> int:
@@ -77,7 +98,12 @@ def kept_asleep(engine: Memory) -> int:
 
 
 def _kept(side: Memory) -> int:
-    return sum(term.bytes for term in side.terms if term.name in _KEPT and term.when == "always")
+    return sum(term.bytes for term in side.terms if term.name in _KEPT and term.when == "always") + _heap(side)
+
+
+def _heap(side: Memory) -> int:
+    """Return what a process on a CPU keeps in the place of the terms of CUDA."""
+    return 0 if any("CUDA" in term.name for term in side.terms) else HEAP
 
 
 def _relay(engine: Memory) -> int:

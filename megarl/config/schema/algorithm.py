@@ -29,6 +29,13 @@ class TeacherConfig(Section):
     )
     replicas: int = Field(1, ge=1, description="With `engine`: number of engines.")
     tensor_parallel: int = Field(1, ge=1, description="With `engine`: GPUs per engine, all on one node.")
+    gpu_share: float | None = Field(
+        None,
+        ge=0.01,
+        le=0.5,
+        description="With `engine`: each engine is on the GPU of one of the policy's engines, and counts as this share "
+        "of it; how they share its memory, say both `gpu_memory_utilization`. Empty: GPUs of its own.",
+    )
     gpu_memory_utilization: float = Field(
         0.85, gt=0, le=1, description="With `engine`: share of each GPU's memory that vLLM uses."
     )

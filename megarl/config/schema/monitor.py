@@ -10,7 +10,10 @@ from pydantic import Field, field_validator
 
 from megarl.config.schema.section import Section
 
-RuleName = Literal["ess", "k3_kl", "ratio_tail", "logprob_gap", "replica_gap", "truncated", "no_signal", "entropy"]
+RuleName = Literal[
+    "ess", "k3_kl", "ratio_tail", "logprob_gap", "replica_gap", "truncated", "no_signal", "entropy", "residue",
+    "residue_growth",
+]  # fmt: skip
 Side = Literal["above", "below"]
 AlarmAction = Literal["off", "warn", "skip", "sync", "stop"]
 ReplicaAction = Literal["off", "warn", "quarantine", "stop"]
@@ -36,13 +39,15 @@ RULES: dict[RuleName, RuleDefaults] = {
     "truncated": RuleDefaults("above", 0.25, 3, most=1),
     "no_signal": RuleDefaults("above", 0.8, 5, most=1),
     "entropy": RuleDefaults("below", 0.003, 3),
+    "residue": RuleDefaults("above", 1.1, 2),
+    "residue_growth": RuleDefaults("above", 0.25, 3),
 }
 
 
 class RuleConfig(Section):
-    """One rule: `ess`, `k3_kl`, `ratio_tail`, `logprob_gap`, `replica_gap`, `truncated`, `no_signal` or `entropy`.
+    """One rule, by its name in docs/observability/monitor.md, which has the meaning and the defaults of each.
 
-    docs/observability/monitor.md has the meaning and the defaults of each; a key that is not set keeps its default.
+    A key that is not set keeps its default.
     """
 
     threshold: float = Field(description="Alarm beyond it; the rule says on which side.")

@@ -56,6 +56,7 @@ def start_engines_fast() -> None:
 CPU_BATCHED_TOKENS = 8192
 # vLLM's own CPU worker ignores sleep. A name, because only an engine's process imports it.
 SLEEPING_CPU_WORKER = "megarl.weights.receive.sleeping_worker.SleepingCPUWorker"
+GPU_MEMORY = "megarl.weights.receive.vllm_plugin.GpuMemory"
 
 
 # The dtype of engines by the trainer's precision, where `rollout.dtype` is `auto`.
@@ -97,7 +98,8 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
     if evaluates_alongside_training(config):
         arguments["scheduling_policy"] = "priority"
     if rollout.share_gpus:
-        arguments |= {"enable_sleep_mode": True} if cuda else {"worker_cls": SLEEPING_CPU_WORKER}
+        sleeps = {"enable_sleep_mode": True, "worker_extension_cls": GPU_MEMORY}
+        arguments |= sleeps if cuda else {"worker_cls": SLEEPING_CPU_WORKER}
     if not cuda:
         arguments |= _whole_prompts(max_model_len or rollout.max_model_len)
         if arguments["dtype"] == "float32":

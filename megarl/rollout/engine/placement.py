@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import math
 import os
 import platform
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from megarl.common.errors import RolloutError
+from megarl.common.rundir.private_directory import VARIABLE
+
+POLL_S = 0.1
 
 # The devices that ranks and replicas hold. The two sets must be disjoint; both sides report what they really hold.
 
@@ -110,10 +118,48 @@ HEAD_RESOURCE = "node:__internal_head__"
 HEAD_SHARE = 0.001
 
 
-def engine_needs(tensor_parallel: int, *, cuda: bool) -> dict[str, float]:
-    """Return the Ray resources that one engine takes, all on one node."""
+def engine_needs(gpus: float, *, cuda: bool) -> dict[str, float]:
+    """Return the Ray resources that one engine takes, all on one node. `gpus`: whole ones, or a share of one."""
     needs = {"CPU": 1.0, ENGINE_RESOURCE: 1.0}
-    return needs | {"GPU": float(tensor_parallel)} if cuda else needs
+    return needs | {"GPU": float(gpus)} if cuda else needs
+
+
+@asynccontextmanager
+async def starting_alone(name: str, timeout_s: float, *, cuda: bool) -> AsyncIterator[None]:
+    """Wait until no other engine of the run is being started on this process's GPU, and keep others from it meanwhile.
+
+    vLLM measures the GPU's memory while an engine starts. Does nothing without `cuda`. `name`: of the engine. Raises
+    TimeoutError naming the engine that has not started within `timeout_s`.
+    """
+    directory, device = os.environ.get(VARIABLE), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not cuda or not directory or not device:
+        yield
+        return
+    deadline = time.monotonic() + timeout_s
+    with (Path(directory) / f"start-{device}").open("a+") as lock:
+        while not _taken(lock.fileno()):
+            if time.monotonic() > deadline:
+                lock.seek(0)
+                raise TimeoutError(
+                    f"{name} waited {timeout_s:.0f} s (timeouts.engine_start_s) for {lock.read()} to start on GPU "
+                    f"{device}, which they share"
+                )
+            await asyncio.sleep(POLL_S)
+        try:
+            lock.truncate(0)
+            lock.write(name)
+            lock.flush()
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a forked process has the file too
+
+
+def _taken(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def places_on(nodes: Iterable[Mapping[str, float]], needs: Mapping[str, float]) -> int:

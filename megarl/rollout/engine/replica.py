@@ -25,12 +25,13 @@ from megarl.common.process.memory_tuning import begin_start, collect_rarely, exe
 from megarl.common.process.output import redirect_output
 from megarl.common.process.processes import ProcessId, die_with, own_children, sweep
 from megarl.common.rundir.private_directory import name_shared_memory
+from megarl.config.derived.teachers import policy_gpus
 from megarl.config.schema import Config, TimeoutsConfig
 from megarl.rollout.engine.engine_args import engine_args, engine_environment, reads_weights, start_engines_fast
 from megarl.rollout.engine.engine_load import EngineMonitor, ReplicaActivity, build_monitored
 from megarl.rollout.engine.engine_requests import EngineRequests, WeightState
 from megarl.rollout.engine.messages import GenerateRequest
-from megarl.rollout.engine.placement import HeldDevices, engine_needs, held_devices
+from megarl.rollout.engine.placement import HeldDevices, engine_needs, held_devices, starting_alone
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.transport.link import Parcel
 from megarl.rollout.transport.rpc import AnsweredCalls, CallResult, RpcServer, SharedCall
@@ -90,12 +91,12 @@ MOST_CALLS = 40_000
 def create_replica(spec: ReplicaSpec, index: int) -> ActorHandle:
     """Create the EngineReplica actor of a new replica, not started. The calling process owns it.
 
-    The actor gets `num_gpus` = TP and no placement group: inside one, vLLM would silently choose its Ray executor,
-    which asks for GPUs outside the actor.
+    The actor gets `num_gpus` (TP, or a share of a GPU) and no placement group: inside one, vLLM would silently choose
+    its Ray executor, which asks for GPUs outside the actor.
     """
     import ray
 
-    needs = engine_needs(Config.model_validate_json(spec.config_json).rollout.tensor_parallel, cuda=spec.cuda)
+    needs = engine_needs(policy_gpus(Config.model_validate_json(spec.config_json)), cuda=spec.cuda)
     options = {"num_gpus": needs.pop("GPU", 0), "num_cpus": needs.pop("CPU"), "max_concurrency": MOST_CALLS}
     return (
         ray.remote(EngineReplica)
@@ -232,7 +233,8 @@ class EngineReplica:
         """
         started = time.monotonic()
         try:
-            self._engine = self._build()
+            async with starting_alone(f"replica {self.index}", self.config.timeouts.engine_start_s, cuda=self.cuda):
+                self._engine = self._build()
             self._requests = EngineRequests(self._engine, self.index, self._monitor, self.config.timeouts.rpc_s)
             self._requests.times.listen(self._engine)
             built = time.monotonic()
@@ -327,33 +329,42 @@ class EngineReplica:
         self._monitor.release("pause")
         self._activity.resume(self._version)
 
-    async def sleep(self) -> None:
-        """Give the memory of weights and KV cache back, and keep the requests. The weights are lost."""
+    async def sleep(self) -> int:
+        """Give the memory of weights and KV cache back, and keep the requests. The weights are lost.
+
+        Returns the bytes that are still held: in use of the worker's GPU that has most, on a CPU by its process.
+        """
         engine = self._check()
         if self._weights.sleeps:
-            return
+            return await self._held(engine)
         self._weights.sleep()
         self._activity.pause()
         self._monitor.hold("sleep")
         await self._guard(engine.sleep(level=2, mode="keep"), "sleep")
         self._weights.slept()
+        return await self._held(engine)
 
-    async def wake(self, part: str) -> None:
+    async def _held(self, engine: AsyncLLM) -> int:
+        return int(max(await self._guard(engine.collective_rpc("held_bytes"), "held_bytes")))
+
+    async def wake(self, part: str) -> int:
         """Take the memory of a part again, the weights or the cache; with that of the cache the engine generates.
 
-        Raises ReplicaFailed if the cache is to wake and no sync has loaded all weights since the engine slept, and if
-        the weights are and the engine has not slept: it holds memory that was thought to be free.
+        Returns the bytes that are held then, as `sleep`. Raises ReplicaFailed if the cache is to wake and no sync has
+        loaded all weights since the engine slept, and if the weights are and the engine has not slept: it holds memory
+        that was thought to be free.
         """
         engine = self._check()
         if (obstacle := self._weights.obstacle_to_wake(part)) is not None:
             raise ReplicaFailed(self.index, f"replica {self.index} {obstacle}")
         if part not in self._weights.asleep:
-            return
+            return await self._held(engine)
         await self._guard(engine.wake_up([part]), f"wake {part}")
         self._weights.woke(part)
         if not self._weights.asleep:
             self._monitor.release("sleep")
             self._activity.resume(self._version)
+        return await self._held(engine)
 
     async def reset(self) -> None:
         """Drop every request and be ready to serve. Raises ReplicaFailed if a weight sync was interrupted."""

@@ -14,6 +14,7 @@ from megarl.common.errors import RolloutError
 from megarl.common.process.memory_tuning import begin_start
 from megarl.common.process.output import redirect_output
 from megarl.common.rundir.notices import write_notice
+from megarl.config.derived.teachers import policy_gpus
 from megarl.config.schema import Config
 from megarl.rollout.engine.placement import engine_needs, free_places
 from megarl.rollout.engine.replica import EndedReplica, ReplicaSpec, create_replica, restart_replica, start_replica
@@ -79,7 +80,7 @@ class PoolController:
             if not isinstance(replica, EndedReplica):
                 ray.kill(replica)
 
-        needs, notify = engine_needs(rollout.tensor_parallel, cuda=self.spec.cuda), partial(write_notice, self.run_dir)
+        needs, notify = engine_needs(policy_gpus(self.config), cuda=self.spec.cuda), partial(write_notice, self.run_dir)
         self.elastic = ElasticPool(
             self._fleet, timeouts, start, end, partial(free_places, needs), notify, fixed=rollout.share_gpus
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from megarl.config.schema.monitor import RULES, MonitorConfig
@@ -105,7 +105,15 @@ class RunMonitor:
 
     key = "monitor"
 
-    def __init__(self, config: MonitorConfig, pool: RolloutClient, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        config: MonitorConfig,
+        pool: RolloutClient,
+        recorder: Recorder,
+        memory: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """`memory`: the present values of the rules on shared GPUs, the same on every rank."""
+        self._memory = memory
         self._config, self._pool, self._recorder = config, pool, recorder
         self._monitor = Monitor(rules_of(config))
         self._judges_before = any(rule.action in _BEFORE for rule in self._monitor.rules.values())
@@ -157,7 +165,7 @@ class RunMonitor:
     def _readings(self, plan: StepPlan, measured: StepMeasures) -> tuple[list[Reading], dict[str, float]]:
         """Return the readings of all rules, and the values of the run."""
         tokens = self._config.min_tokens
-        values = plan_values(plan) | logprob_values(measured, tokens)
+        values = {**plan_values(plan), **logprob_values(measured, tokens), **self._memory()}
         replicas = replica_values(measured, plan.version, self._engine_since, tokens)
         return readings(values, replicas), values
 

@@ -20,6 +20,7 @@ from megarl.common.errors import ConfigError
 from megarl.common.rundir.run_files import ExitRecord, Status
 from megarl.common.trust.object_collectives import JSON
 from megarl.config.derived.pools import trainer_layout
+from megarl.config.memory_plan.shared_gpus import SharedMemory
 from megarl.config.schema import Config
 from megarl.models.hf.export import HFExporter, save_hf
 from megarl.models.hf.read_config import load_info
@@ -47,13 +48,18 @@ class LastSaveFailed(RuntimeError):  # noqa: N818
 class Session:
     """Holds the parts of a run on every rank, once `torch.distributed` is initialised; `close` ends the pool.
 
-    `launch`: the supervisor that is being started, on rank 0 only. `first_step`: training steps done by the history
-    that this run resumes; 0 for a new run. `version`: the version of the policy's weights
-    (`megarl/config/derived/staleness.py`).
+    `launch`: the supervisor that is being started, on rank 0 only. `planned`: the memory of shared GPUs. `first_step`:
+    training steps done by the history that this run resumes; 0 for a new run. `version`: the version of the policy's
+    weights (`megarl/config/derived/staleness.py`).
     """
 
     def __init__(
-        self, config: Config, launch: Future[SupervisorHandle] | None, terminal: TextIO, signals: StopSignals
+        self,
+        config: Config,
+        launch: Future[SupervisorHandle] | None,
+        terminal: TextIO,
+        signals: StopSignals,
+        planned: SharedMemory | None = None,
     ) -> None:
         self.config = config
         self.peers = ControlGroup(config.timeouts)
@@ -75,8 +81,8 @@ class Session:
         self.batches = BatchSource(config, self.pool, self.peers, self.recorder)
         self._stop_vote = StopVote(config.run_dir, self.peers, signals)
         self.evaluations = Evaluations(config, self.pool, self.recorder, self._stop_vote.asked)
-        self.monitor = RunMonitor(config.monitor, self.pool, self.recorder)
-        self.gpus = SharedGpus(config, self.policy, self.peers, self.recorder, self.pool.engine_handles)
+        self.gpus = SharedGpus(config, self.policy, self.peers, self.recorder, self.pool.engine_handles, planned)
+        self.monitor = RunMonitor(config.monitor, self.pool, self.recorder, lambda: self.gpus.residue.values)
         settings = SyncSettings.of(config.weight_sync, config.timeouts, config.run_dir, asleep=self.gpus.shared)
         self.sender = WeightSender(settings, self._exporter, host=store_address(config.ray), aside=self.gpus.aside)
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)

@@ -6,10 +6,14 @@ Every method is collective over the trainer ranks, and does nothing where each s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+from megarl import platforms
 from megarl.common.trust.object_collectives import Codec, codec_of
+from megarl.common.values import GIB
+from megarl.config.memory_plan.shared_gpus import SharedMemory
 from megarl.config.schema import Config
 from megarl.run.loop.gpu_turns import GpuTurns, Turn
 from megarl.run.ranks.control_group import ControlGroup
@@ -17,12 +21,55 @@ from megarl.run.record.recorder import Recorder
 from megarl.trainer.parking import NOTHING, Part
 from megarl.trainer.policy import Policy
 from megarl.weights.group.protocols import EngineHandles, ReplicaHandle
-from megarl.weights.send.sleep import put_to_sleep, wake_caches
+from megarl.weights.send.sleep import HeldMemory, put_to_sleep, wake_caches
 
 logger = logging.getLogger(__name__)
 
+
+@dataclass(frozen=True)
+class _Slept:
+    failed: list[str]  # engines
+    most: int  # bytes that one holds asleep
+
+
+@dataclass(frozen=True)
+class _Moved:
+    copied: int
+    held: int  # bytes that the rank has afterwards
+
+
 _NAMES: Codec[list[str]] = codec_of(list[str])
-_MOVED: Codec[int] = codec_of(int)
+_SLEPT: Codec[_Slept] = codec_of(_Slept)
+_MOVED: Codec[_Moved] = codec_of(_Moved)
+SETTLED = 3  # hand-overs after which what is kept should not grow
+
+
+class Residue:
+    """What each side keeps when it has let go of the GPUs, against the plan. Pure."""
+
+    def __init__(self, planned: Mapping[str, int]) -> None:
+        """`planned`: bytes by side."""
+        self._planned = planned
+        self._seen: dict[str, list[int]] = {}  # the first SETTLED of each side, and the last
+
+    def note(self, side: str, kept: int) -> None:
+        """Take note of the bytes that a side has kept in a hand-over."""
+        seen = self._seen.setdefault(side, [])
+        self._seen[side] = [*seen[:SETTLED], kept]
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The values of the monitor's rules: what is kept over what is planned, and its growth over the same."""
+        found = {}
+        shares = {side: seen[-1] / self._planned[side] for side, seen in self._seen.items() if self._planned.get(side)}
+        if shares:
+            found["residue"] = max(shares.values())
+        grown = [
+            (seen[-1] - max(seen[:-1])) / self._planned[side]
+            for side, seen in self._seen.items()
+            if len(seen) > SETTLED and side in shares
+        ]
+        return found | ({"residue_growth": max(grown)} if grown else {})
 
 
 class SharedGpus:
@@ -35,12 +82,18 @@ class SharedGpus:
         peers: ControlGroup,
         recorder: Recorder,
         engines: Callable[[], EngineHandles | None],
+        planned: SharedMemory | None,
     ) -> None:
-        """`engines`: the handles of the pool, on rank 0."""
+        """`engines`: the handles of the pool, on rank 0. `planned`: None if it is not known."""
         self.shared = config.rollout.share_gpus
         self._rpc_s, self._policy = config.timeouts.rpc_s, policy
         self._peers, self._recorder, self._engines = peers, recorder, engines
         self._turns = GpuTurns()
+        self._held = HeldMemory()
+        kept = {} if planned is None else {"engine": planned.asleep, "trainer": planned.parked}
+        if kept and platforms.current().is_cuda:
+            kept["engine"] += kept["trainer"]  # what a GPU has in use cannot be told apart
+        self.residue = Residue(kept)
 
     @property
     def engines_sleep(self) -> bool:
@@ -58,9 +111,11 @@ class SharedGpus:
             raise RuntimeError(f"the trainer cannot have the GPUs in the turn {self._turns.turn}")
         with self._recorder.phase("sync"):
             self._turns.hand_over(["engines"])
-            failed = self._peers.on_first_rank(lambda: put_to_sleep(self._replicas(), self._rpc_s), _NAMES)
-            if failed:
-                self._recorder.say(f"{', '.join(failed)} could not sleep; the next publication replaces them")
+            slept = self._peers.on_first_rank(self._put_to_sleep, _SLEPT)
+            if slept.failed:
+                self._recorder.say(f"{', '.join(slept.failed)} could not sleep; the next publication replaces them")
+            if slept.most:
+                self._keep("engine", slept.most)
             self._turns.let_go(["engines"])
             self._policy.memory.hold(self._turns.trainer_holds)
 
@@ -77,8 +132,8 @@ class SharedGpus:
         if not self.shared:
             return
         self._turns.hand_back(self._ranks)
-        self._await_ranks()
-        failed = self._peers.on_first_rank(lambda: wake_caches(self._replicas(), self._rpc_s), _NAMES)
+        self._keep("trainer", self._await_ranks())
+        failed = self._peers.on_first_rank(lambda: wake_caches(self._replicas(), self._rpc_s, self._held), _NAMES)
         if failed:
             self._recorder.say(f"{', '.join(failed)} could not generate again after a publication")
 
@@ -100,12 +155,25 @@ class SharedGpus:
     def _ranks(self) -> list[str]:
         return [f"trainer rank {rank}" for rank in range(self._peers.world)]
 
-    def _await_ranks(self) -> None:
-        """Hold what the turn allows, and wait until every rank does: an engine may use the GPUs of several."""
+    def _await_ranks(self) -> int:
+        """Hold what the turn allows, and wait until every rank does: an engine may use the GPUs of several.
+
+        Return the most bytes that a rank has then.
+        """
         turn = self._turns.turn
-        moved = self._hold(self._turns.trainer_holds, f"let go of the GPUs ({turn})")
-        logger.info("%s: the ranks have moved %s bytes", turn, self._peers.gather(moved, _MOVED))
+        copied = self._hold(self._turns.trainer_holds, f"let go of the GPUs ({turn})")
+        moved = self._peers.gather(_Moved(copied, self._policy.memory.device_bytes), _MOVED)
+        logger.info("%s: bytes that the ranks have moved, and hold: %s", turn, moved)
         self._turns.let_go(self._ranks)
+        return max(each.held for each in moved)
+
+    def _put_to_sleep(self) -> _Slept:
+        failed = put_to_sleep(self._replicas(), self._rpc_s, self._held)
+        return _Slept(failed, self._held.most_asleep)
+
+    def _keep(self, side: str, kept: int) -> None:
+        self.residue.note(side, kept)
+        self._recorder.metrics.record(f"perf/{side}_residue_gib", kept / GIB)
 
     def _hold(self, parts: frozenset[Part], what: str) -> int:
         """Hold these parts, wait until every rank does, and return the bytes that were moved. Raises PeerTimeout."""

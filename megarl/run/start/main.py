@@ -247,7 +247,7 @@ def _train(
     from megarl.run.loop.loop import train
     from megarl.run.loop.session import Session
 
-    session = Session(this_start, launch, terminal, signals)
+    session = Session(this_start, launch, terminal, signals, plan.shared)
     watch.follow(lambda: session.steps_done)
     try:
         train(session)

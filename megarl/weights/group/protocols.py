@@ -16,7 +16,7 @@ class ReplicaHandle(Protocol):
     `resume()`, `abandon_weight_update(ABANDON)` after a sync that another member has interrupted, and `fail(reason)`.
     One that has abandoned a sync stays paused, and refuses to resume, until it has loaded all weights of a later one.
     Where engines share the trainer's GPUs also `sleep()`, `wake(part)` with "weights" instead of a pause and "kv_cache"
-    instead of `resume()`, and `shutdown()`.
+    instead of `resume()`, which return the bytes that are held then, and `shutdown()`.
     """
 
     @property

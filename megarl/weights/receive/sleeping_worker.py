@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from megarl.common.process.memory_tuning import return_freed_memory
+from megarl.common.process.memory_tuning import anonymous_bytes, return_freed_memory
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PAGE = os.sysconf("SC_PAGESIZE")
@@ -30,6 +30,16 @@ class SleepingCPUWorker(CPUWorker):  # type: ignore[misc]  # without vLLM's type
     """A worker for engines that share their CPU's memory with a trainer; only level 2 is known."""
 
     _buffers: dict[str, torch.Tensor]
+    _before = 0  # bytes, before it had a model
+
+    def load_model(self, *args: object, **kwargs: object) -> None:
+        """Make the model."""
+        self._before = anonymous_bytes()
+        super().load_model(*args, **kwargs)
+
+    def held_bytes(self) -> int:
+        """Return the bytes of this process's own memory, without those that it had before it made the model."""
+        return max(0, anonymous_bytes() - self._before)
 
     def sleep(self, level: int = 1) -> None:
         """Give the memory of weights, buffers and KV cache back."""

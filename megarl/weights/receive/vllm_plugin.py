@@ -57,6 +57,17 @@ def _mend_rope_of_latent_attention() -> None:
     RotaryEmbedding.forward_cpu = forward_cpu
 
 
+class GpuMemory:
+    """What vLLM adds to its worker on a GPU (`worker_extension_cls`)."""
+
+    def held_bytes(self) -> int:
+        """Return the bytes of the worker's GPU that are in use, by whatever process."""
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+
 def _hold_outputs() -> None:
     """Let this process send its tokens in larger pieces, if it is EngineCore and its front end is one of megarl's."""
     from megarl.common.process import held_outputs

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.common.errors import DigestMismatch, WeightSyncError
 from megarl.weights.group.protocols import ReplicaHandle
@@ -27,13 +28,23 @@ class CutShort(TimeoutError):  # noqa: N818
 
 
 class CallsFailed(Exception):  # noqa: N818
-    """Calls to some replicas raised. `failures`: the exceptions by index of the replica; `first`: the earliest ones."""
+    """Calls to some replicas raised. `failures`: the exceptions by index of the replica; `first`: the earliest ones.
 
-    def __init__(self, method: str, failures: dict[int, BaseException], first: dict[int, BaseException]) -> None:
+    `results`: those of the other replicas, by index.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        failures: dict[int, BaseException],
+        first: dict[int, BaseException],
+        results: dict[int, Any] | None = None,
+    ) -> None:
         super().__init__(method)
         self.method = method
         self.failures = failures
         self.first = first or failures
+        self.results = results or {}
 
 
 def brief(error: BaseException) -> str:

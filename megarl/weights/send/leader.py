@@ -292,9 +292,10 @@ def call_all(
     )
     ends = [call.exception() if call.done() else late for call in calls]
     failures = {index: error for index, error in enumerate(ends) if error is not None}
+    results = {index: call.result() for index, call in enumerate(calls) if index not in failures}
     if failures:
-        raise CallsFailed(method, failures, first)
-    return [call.result() for call in calls]
+        raise CallsFailed(method, failures, first, results)
+    return list(results.values())
 
 
 def _await_staged(staged: threading.Event, group: Group, timeout_s: float) -> None:

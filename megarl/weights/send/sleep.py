@@ -8,9 +8,11 @@ does the memory of the cache wake, with which they generate again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from megarl.common.errors import EngineMayRun, PoolEnded, ReplicaFailed, WeightSyncError
+from megarl.common.values import GIB
 from megarl.weights.group.protocols import ReplicaHandle
 from megarl.weights.send.failure import CallsFailed, brief
 from megarl.weights.send.leader import EXTRA_WAIT_S, call_all
@@ -18,28 +20,61 @@ from megarl.weights.send.leader import EXTRA_WAIT_S, call_all
 logger = logging.getLogger(__name__)
 
 
-def put_to_sleep(replicas: Sequence[ReplicaHandle], rpc_s: float) -> list[str]:
+class HeldMemory:
+    """The bytes that each engine was last known to hold, on the GPU of it that had most in use."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, int] = {}
+        self._asleep: set[str] = set()
+
+    def note(self, name: str, held: object, state: Literal["asleep", "awake"]) -> None:
+        """Take note of an engine's answer; None: it is not known."""
+        (self._asleep.add if state == "asleep" else self._asleep.discard)(name)
+        if isinstance(held, int):
+            self._bytes[name] = held
+
+    def forget(self, names: Iterable[str]) -> None:
+        """These engines have ended."""
+        for name in names:
+            self._bytes.pop(name, None)
+
+    @property
+    def most_asleep(self) -> int:
+        """The most bytes that an engine holds which sleeps; 0 if that is not known of any."""
+        return max((held for name, held in self._bytes.items() if name in self._asleep), default=0)
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{name} {held / GIB:.2f} GiB {'asleep' if name in self._asleep else 'awake'}"
+            for name, held in self._bytes.items()
+        )
+
+
+def put_to_sleep(replicas: Sequence[ReplicaHandle], rpc_s: float, held: HeldMemory | None = None) -> list[str]:
     """Make all engines sleep; return the names of those that were ended instead, because they have failed.
 
     These are replaced by the next publication. Raises WeightSyncError naming the replicas that have not answered within
-    `rpc_s` seconds, or whose engine may live on: they may still hold the memory. Raises PoolEnded.
+    `rpc_s` seconds, or whose engine may live on: they may still hold the memory. `held` says what they held last, and
+    learns what others do. Raises PoolEnded.
     """
-    failures = _call(replicas, "sleep", rpc_s)
+    held = HeldMemory() if held is None else held
+    failures = _call(replicas, "sleep", rpc_s, held=held)
     failed = [name for name, error in failures.items() if _has_failed(error)]
-    _refuse_silent(failures, "sleep", rpc_s)
+    _refuse_silent(failures, "sleep", rpc_s, held)
     lost = [replica for replica in replicas if replica.name in failed]
     for name in failed:
         logger.warning("engine %s is ended, because it could not sleep: %s", name, brief(failures[name]))
-    _refuse_silent(_call(lost, "shutdown", rpc_s), "end its engine", rpc_s)  # one that has died holds no memory
+    _refuse_silent(_call(lost, "shutdown", rpc_s), "end its engine", rpc_s, held)  # one that has died holds no memory
+    held.forget(failed)
     return failed
 
 
-def wake_caches(replicas: Sequence[ReplicaHandle], rpc_s: float) -> list[str]:
+def wake_caches(replicas: Sequence[ReplicaHandle], rpc_s: float, held: HeldMemory | None = None) -> list[str]:
     """Make all engines generate, with the weights that they were given; return the names of those that cannot.
 
     These refuse requests from now on, so that the pool does not wait for them.
     """
-    failures = _call(replicas, "wake", rpc_s, "kv_cache")
+    failures = _call(replicas, "wake", rpc_s, "kv_cache", held=held)
     for replica in replicas:
         if (error := failures.get(replica.name)) is None:
             continue
@@ -51,14 +86,23 @@ def wake_caches(replicas: Sequence[ReplicaHandle], rpc_s: float) -> list[str]:
     return list(failures)
 
 
-def _call(replicas: Sequence[ReplicaHandle], method: str, rpc_s: float, *args: object) -> dict[str, BaseException]:
-    """Call a method of all replicas at the same time; return the failures by the replica's name."""
+def _call(
+    replicas: Sequence[ReplicaHandle], method: str, rpc_s: float, *args: object, held: HeldMemory | None = None
+) -> dict[str, BaseException]:
+    """Call a method of all replicas at the same time; return the failures by the replica's name.
+
+    `held` takes note of the answers.
+    """
     failures: dict[str, BaseException] = {}
     for_each = [args] * len(replicas)
     try:
-        call_all(replicas, method, for_each, timeout_s=rpc_s, extra_s=rpc_s)
+        answers = dict(enumerate(call_all(replicas, method, for_each, timeout_s=rpc_s, extra_s=rpc_s)))
     except CallsFailed as error:
         failures = {replicas[index].name: each for index, each in error.failures.items()}
+        answers = error.results
+    if held is not None:
+        for index, answer in answers.items():
+            held.note(replicas[index].name, answer, "asleep" if method == "sleep" else "awake")
     return failures
 
 
@@ -66,15 +110,16 @@ def _has_failed(error: BaseException) -> bool:
     return isinstance(error, ReplicaFailed) and not isinstance(error, EngineMayRun)
 
 
-def _refuse_silent(failures: dict[str, BaseException], what: str, rpc_s: float) -> None:
+def _refuse_silent(failures: dict[str, BaseException], what: str, rpc_s: float, held: HeldMemory) -> None:
     for error in failures.values():
         if isinstance(error, PoolEnded):
             raise error
     silent = [name for name, error in failures.items() if not _has_failed(error)]
     if silent:
         reasons = "; ".join(f"{name}: {brief(failures[name])}" for name in silent)
+        known = f"; what engines held last: {held}" if str(held) else ""
         raise WeightSyncError(
             f"the trainer waited {rpc_s:.0f} s (timeouts.rpc_s) for {', '.join(silent)} to {what}, and may not use the "
-            f"GPUs that they hold: {reasons}",
+            f"GPUs that they hold: {reasons}{known}",
             failed_members=[f"engine {name}" for name in silent],
         )

@@ -43,7 +43,7 @@ def test_sync_and_stream_may_share_their_gpus_and_other_runs_are_not_asked() -> 
         ({"rollout__max_replicas": 2}, "remove rollout.max_replicas"),
         ({"rollout__devices": [0]}, "remove rollout.devices"),
         ({"rollout__nodes": "separate"}, "remove rollout.devices, rollout.gpus_per_node and rollout.nodes"),
-        ({"teachers": [TEACHER]}, "engines of teachers do not take turns"),
+        ({"teachers": [TEACHER]}, "engines of teachers cannot sleep"),
         ({"megatron__ddp": {"nccl_ub": True}}, "megatron.ddp.nccl_ub: NCCL has registered that memory"),
         (
             {"megatron__transformer": {"enable_cuda_graph": True}},

@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 
 from megarl.common.errors import ConfigError
+from megarl.common.values import GIB
 from megarl.config.checks.sections import check
 from megarl.config.derived.logprob_passes import TeacherPass, teacher_passes
 from megarl.config.derived.pools import engines_per_node, resolve_pools
-from megarl.config.derived.teachers import engine_config, teachers_by_set, vocabulary_difference
+from megarl.config.derived.teachers import (
+    engine_config,
+    policy_gpus,
+    teacher_gpus,
+    teachers_by_set,
+    vocabulary_difference,
+)
 from megarl.config.memory_plan.plan import make_plan
 from tests.support.checkpoints.converter import convert
 from tests.support.models.tiny import make_tiny_model
@@ -223,3 +230,52 @@ def test_the_plan_refuses_a_teacher_that_does_not_fit_its_gpu(student: Path, tea
     (found,) = plan.teachers
     assert (found.name, found.replicas, found.engine_gpus) == ("big", 1, 1) and found.memory is not None
     assert {term.when for term in found.memory.terms} == {"always", "generate"}
+
+
+SHARING = {**TEACHER, "gpu_share": 0.5, "gpu_memory_utilization": 0.4}
+
+
+def test_its_engines_may_be_on_the_gpus_of_the_policys(student: Path, teacher: Path, data: Path) -> None:
+    own = {**SHARING, "path": teacher, "replicas": 3}
+    rollout = {"replicas": 3, "gpu_memory_utilization": 0.5}
+    made = config(student, data, teachers=[own], data__teacher="big", rollout=rollout)
+    pool = resolve_pools(made).rollout
+    assert pool.gpus == 3 and engines_per_node(pool, made.rollout, made.teachers) == 6
+    assert policy_gpus(made) > 0.5 and policy_gpus(made) + teacher_gpus(made.teachers[0]) == 1.0
+    assert problems(student, data, [own], data__teacher="big", rollout=rollout) == []
+    several = config(student, data, teachers=[{**own, "replicas": 8}], data__teacher="big",
+                     rollout=rollout | {"replicas": 8, "gpus_per_node": 4, "nodes": "separate"})  # fmt: skip
+    pool = resolve_pools(several).rollout
+    assert pool.nodes == 2 and engines_per_node(pool, several.rollout, several.teachers) == 8
+
+
+@pytest.mark.parametrize(
+    ("own", "rollout", "told"),
+    [
+        ({"gpu_memory_utilization": 0.6}, {}, "rollout.gpu_memory_utilization is 0.5 of the same GPU: together 1.1"),
+        ({"tensor_parallel": 2}, {}, "only engines of one GPU share it; set teachers.0.tensor_parallel to 1"),
+        ({}, {"tensor_parallel": 2}, "only engines of one GPU share it; set rollout.tensor_parallel to 1"),
+        ({}, {"replicas": 2}, "1 engines of teachers are on the GPUs of 2 of the policy"),
+        ({}, {"max_replicas": 2}, "agree, and remove rollout.max_replicas"),
+    ],
+)  # fmt: skip
+def test_two_engines_that_cannot_share_a_gpu_are_refused(
+    student: Path, teacher: Path, data: Path, own: dict[str, Any], rollout: dict[str, Any], told: str
+) -> None:
+    found = problems(student, data, [{**SHARING, "path": teacher, **own}], data__teacher="big",
+                     rollout={"gpu_memory_utilization": 0.5, **rollout})  # fmt: skip
+    assert sum(told in each for each in found) == 1, found
+
+
+def test_the_plan_adds_up_two_engines_of_one_gpu(student: Path, teacher: Path, data: Path) -> None:
+    gpu = {"trainer__device_memory_gib": 80, "rollout__device_memory_gib": 80, "rollout__gpu_memory_utilization": 0.5}
+    made = config(student, data, teachers=[{**SHARING, "path": teacher}], data__teacher="big", **gpu)
+    plan = make_plan(made, device="cuda")
+    (found,) = plan.teachers
+    assert found.memory is not None and found.both is not None
+    assert found.both.total("generate") == pytest.approx(0.9 * 80 * GIB, abs=GIB / 100)
+    assert found.both.peak == plan.engine.memory.peak + found.memory.peak
+    whole = config(student, data, teachers=[{**SHARING, "path": teacher, "gpu_memory_utilization": 0.5}],
+                   data__teacher="big", **gpu)  # fmt: skip
+    with pytest.raises(ConfigError, match=r"teachers.0.gpu_share: 80.0\d GiB per GPU in phase 'sync', of 80.00 GiB"):
+        make_plan(whole, device="cuda")

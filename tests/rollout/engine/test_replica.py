@@ -63,6 +63,10 @@ class FakeEngine:
     async def wake_up(self, tags: list[str]) -> None:
         self.calls.append(("wake", *tags))
 
+    async def collective_rpc(self, method: str) -> list[int]:
+        assert method == "held_bytes"
+        return [5, 7]  # of its workers
+
     async def start_weight_update(self) -> None:
         self.calls.append("start")
 
@@ -127,8 +131,8 @@ async def test_an_engine_that_slept_wakes_to_serve_only_after_all_weights_were_l
     async def run(replica: EngineReplica) -> list[Any]:
         with pytest.raises(ReplicaFailed, match="replica 3 was not put to sleep before a publication"):
             await replica.wake("weights")
-        await replica.sleep()
-        await replica.sleep()  # a call that is sent again
+        assert await replica.sleep() == 7
+        assert await replica.sleep() == 7  # a call that is sent again
         with pytest.raises(ReplicaFailed, match="replica 3 sleeps, and has no memory for new weights"):
             await replica.start_weight_update()
         await replica.resume()  # nothing but the last part resumes it

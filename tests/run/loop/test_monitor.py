@@ -34,6 +34,7 @@ class Made:
         self.refuses = False
         self.metrics = step_metrics()
         self.recorded: list[tuple[str, int, str]] = []  # rule, subject, and "begins" or how it ended
+        self.memory: dict[str, float] = {}  # the values of shared GPUs
         self.monitor = self.new()
 
     def new(self) -> RunMonitor:
@@ -42,7 +43,7 @@ class Made:
             alarm=lambda alarm: self.recorded.append((alarm.rule.name, alarm.subject, "begins")),
             alarm_ended=lambda *ended: self.recorded.append(ended),
         )  # fmt: skip
-        return RunMonitor(self.config.monitor, self, recorder)
+        return RunMonitor(self.config.monitor, self, recorder, lambda: self.memory)
 
     def quarantine(self, replica: int, reason: str) -> bool:
         assert f"replica_gap of replica {replica}: " in reason
@@ -187,6 +188,18 @@ def test_a_warning_is_said_once_while_it_lasts() -> None:
     counts = [run.step(n, compared={"ess": 0.2})[1]["monitor/alarms"] for n in range(4)]
     assert counts == [0, 1, 1, 1] and len(run.said) == 1
     assert run.said[0] == "alarm ess: 0.2 is below 0.3 for 2 steps (docs/observability/monitor.md#ess)"
+
+
+def test_what_shared_gpus_keep_is_judged_too() -> None:
+    run = Made(monitor__rules__residue_growth__action="stop")
+    run.memory = {"residue": 1.2, "residue_growth": 0.1}
+    assert [run.step(n)[1]["monitor/alarms"] for n in range(2)] == [0, 1]
+    assert run.said == ["alarm residue: 1.2 is above 1.1 for 2 steps (docs/observability/monitor.md#residue)"]
+    run.memory = {"residue": 1.0, "residue_growth": 0.3}
+    run.step(2)
+    run.step(3)
+    with pytest.raises(AlarmStopsRun, match=r"alarm residue_growth: 0\.3 is above 0\.25 for 3 steps"):
+        run.step(4)
 
 
 @pytest.mark.parametrize(("action", "error"), [("skip", AlarmSkipsStep), ("stop", AlarmStopsRun)])

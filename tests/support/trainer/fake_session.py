@@ -42,7 +42,7 @@ class FakeRecorder:
     def __init__(self, run: FakeRun) -> None:
         self._note = run.journal.append
         self.parts = [Part(key, run.journal) for key in ("summary", "totals", "files", "metrics")]
-        self.timer = self.metrics = None
+        self.timer, self.metrics = None, SimpleNamespace(record=lambda name, value: None)
         self.summary = SimpleNamespace(failed_saves=0)
         self.said: list[str] = []
         self.say = self.said.append
@@ -317,6 +317,8 @@ class FakeRun:
 class FakeMemory:
     """Notes what a rank holds."""
 
+    device_bytes = 0
+
     def __init__(self, note: Callable[[str], object]) -> None:
         self._note = note
         self.resident: frozenset[Any] = EVERYTHING
@@ -380,8 +382,8 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         ),
     }
     sleeping = {"put_to_sleep": "engines sleep", "wake_caches": "engines generate"}
-    for function, reported in sleeping.items():
-        monkeypatch.setattr(shared_gpus, function, lambda replicas, rpc_s, reported=reported: note(reported) or [])
+    for function, line in sleeping.items():
+        monkeypatch.setattr(shared_gpus, function, lambda replicas, rpc_s, held, line=line: note(line) or [])
     for name, fake in fakes.items():
         monkeypatch.setattr(session, name, fake)
     monkeypatch.setattr(batches, "BatchChannel", lambda timeouts: run.channel)

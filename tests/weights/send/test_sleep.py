@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megarl.common.errors import EngineMayRun, PoolEnded, ReplicaFailed, WeightSyncError
-from megarl.weights.send.sleep import put_to_sleep, wake_caches
+from megarl.common.values import GIB
+from megarl.weights.send.sleep import HeldMemory, put_to_sleep, wake_caches
 
 
 class Replica:
@@ -17,10 +18,11 @@ class Replica:
     def __init__(self, index: int, **fails: BaseException) -> None:
         self.name, self._fails, self.calls = f"replica {index}", fails, list[Any]()
 
-    def call(self, method: str, *args: object, timeout_s: float) -> None:
+    def call(self, method: str, *args: object, timeout_s: float) -> int:
         self.calls.append((method, *args))
         if (error := self._fails.get(method)) is not None:
             raise error
+        return {"sleep": 2, "wake": 70}.get(method, 0) * GIB
 
 
 DEAD = ReplicaFailed(1, "replica 1 is dead: its engine's process ended in generation")
@@ -64,6 +66,20 @@ def test_the_end_of_the_pool_is_no_engine_that_is_waited_for(fails: dict[str, Ba
     ended = PoolEnded("the rollout pool has ended: its supervisor was killed")
     with pytest.raises(PoolEnded, match="its supervisor was killed"):
         put_to_sleep([Replica(0), Replica(1, **{"sleep": ended, "shutdown": ended, **fails})], 1.0)
+
+
+def test_a_late_hand_over_says_what_each_engine_held_last() -> None:
+    held, replicas = HeldMemory(), [Replica(0), Replica(1), Replica(2)]
+    assert put_to_sleep(replicas, 5.0, held) == [] and held.most_asleep == 2 * GIB
+    assert wake_caches(replicas, 5.0, held) == [] and held.most_asleep == 0
+    replicas[1]._fails, replicas[2]._fails = {"sleep": SILENT}, {"sleep": DEAD}
+    with pytest.raises(WeightSyncError) as info:
+        put_to_sleep(replicas, 1.0, held)
+    known = "replica 0 2.00 GiB asleep, replica 1 70.00 GiB awake, replica 2 70.00 GiB awake"
+    assert str(info.value).endswith(f"; what engines held last: {known}")
+    replicas[1]._fails = {}
+    assert put_to_sleep(replicas, 1.0, held) == ["replica 2"]
+    assert str(held) == "replica 0 2.00 GiB asleep, replica 1 2.00 GiB asleep", "one that has ended holds nothing"
 
 
 @pytest.mark.parametrize("error", [DEAD, SILENT])

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from megarl.common.errors import RequestFailed
 from megarl.common.process.output import redirect_output
 from megarl.common.rundir.private_directory import name_shared_memory
-from megarl.config.derived.teachers import engine_config, scored_tokens
+from megarl.config.derived.teachers import engine_config, scored_tokens, teacher_gpus
 from megarl.config.schema import Config
 from megarl.rollout.engine.engine_args import engine_args, engine_environment
-from megarl.rollout.engine.placement import engine_needs
+from megarl.rollout.engine.placement import engine_needs, starting_alone
 from megarl.rollout.engine.replica import ReplicaSpec, root_cause
 from megarl.rollout.engine.teachers.scores import Scored, ScoreRequest
 
@@ -45,7 +45,7 @@ def create_teacher(spec: ReplicaSpec, teacher: str, number: int) -> ActorHandle:
 
     config = Config.model_validate_json(spec.config_json)
     own = next(each for each in config.teachers if each.name == teacher)
-    needs = engine_needs(engine_config(config, own).rollout.tensor_parallel, cuda=spec.cuda)
+    needs = engine_needs(teacher_gpus(own), cuda=spec.cuda)
     options = {"num_gpus": needs.pop("GPU", 0), "num_cpus": needs.pop("CPU"), "max_concurrency": MOST_CALLS}
     return (
         ray.remote(TeacherEngine)
@@ -102,7 +102,9 @@ class TeacherEngine:
         async with self._starting:
             if self._engine is None:
                 try:
-                    self._engine = self._build()
+                    bound_s = self.config.timeouts.engine_start_s
+                    async with starting_alone(f"teacher {self.teacher}", bound_s, cuda=self.cuda):
+                        self._engine = self._build()
                 except Exception as error:
                     logger.exception("teacher %s failed to start", self.teacher)
                     reason = root_cause(self._log_file, self._log_start) or f"{type(error).__name__}: {error}"

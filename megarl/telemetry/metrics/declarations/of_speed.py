@@ -110,4 +110,20 @@ PERF = [
         True,
     ),
     Metric("perf/host_memory_gib", "GiB", "max", "Resident memory of a trainer rank.", True),
+    Metric(
+        "perf/engine_residue_gib",
+        "GiB",
+        "max",
+        "With `rollout.share_gpus`: what of a GPU is in use after its engine has gone to sleep, while the trainer is "
+        "parked; on a CPU the worker's own memory, without what it had before it made the model. The largest of all.",
+        True,
+    ),
+    Metric(
+        "perf/trainer_residue_gib",
+        "GiB",
+        "max",
+        "With `rollout.share_gpus`: what torch's allocator has of a GPU while the trainer is parked; on a CPU the "
+        "rank's own memory, without what it had before it built the policy. The largest of all ranks.",
+        True,
+    ),
 ]
