@@ -23,7 +23,7 @@ import psutil
 from megarl.run.loop import loop
 from megarl.run.loop.gpu_turns import GpuTurns, Turn
 from megarl.run.loop.shared_gpus import SharedGpus
-from megarl.trainer.parking import Part, StateMemory
+from megarl.trainer.parking import EVERYTHING, Part, StateMemory
 from megarl.trainer.policy import Policy
 from megarl.weights.group.relay import TrainerEnd
 from tests.support.pool.leftovers import MARK
@@ -147,9 +147,20 @@ def write_down(file: Path) -> None:
         with file.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"at": time.time(), "holds": sorted(parts)}) + "\n")
 
+    build, hold = Policy.__init__, StateMemory.hold
+
+    def built(policy: Policy, *args: Any) -> None:
+        line(EVERYTHING)
+        build(policy, *args)
+
+    def held(memory: StateMemory, wanted: Collection[Part]) -> int:
+        line(memory.resident | frozenset(wanted))
+        moved = hold(memory, wanted)
+        line(wanted)
+        return moved
+
     line(())  # it has just started
-    after(Policy, "__init__", lambda policy, *_: line(policy.memory.resident))
-    after(StateMemory, "hold", lambda memory, *_: line(memory.resident))
+    Policy.__init__, StateMemory.hold = built, held  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
