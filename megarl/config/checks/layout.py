@@ -72,6 +72,16 @@ def model_problems(
         )
     else:
         yield from _recompute_layers_problems(trainer, megatron, info.num_layers // stages)
+        if info.vision and info.num_layers // stages < len(info.vision.deepstack):
+            yield (
+                f"trainer.parallel.pipeline: the first {len(info.vision.deepstack)} layers take image features "
+                f"(deepstack) and must be on the first stage, which has {info.num_layers // stages}; use fewer stages"
+            )
+    if info.vision and megatron.transformer.get("apply_rope_fusion"):
+        yield (
+            "megatron.transformer.apply_rope_fusion: Transformer Engine's kernel would give every packed sequence the "
+            "image positions of the first one; remove it"
+        )
     yield from _expert_problems(parallel, engine, info)
 
 

@@ -136,6 +136,12 @@ class TrainerConfig(Section):
         description="Upper bound of packed tokens per micro-batch per DP rank; auto: as many as fit by the plan with "
         "a tenth of the memory free.",
     )
+    micro_batch_patches: int | None = Field(
+        None,
+        ge=1,
+        description="Upper bound of vision patches per micro-batch per DP rank, for models that see. null: those of "
+        "`micro_batch_tokens`, four a token.",
+    )
     recompute: Recompute = Field(
         "auto",
         description="Activations that the backward pass computes again: none, selective (attention only), the first N "

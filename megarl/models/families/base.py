@@ -20,6 +20,10 @@ class Family:
     Only two kinds of tensors in the files may stay unread. `redundant`: name templates of tensors that old files
     contain although they are recomputed. `left_out`: name prefixes of parts that are not trained; an export does not
     contain them either.
+
+    For models that see: `language(raw)` returns the config of the language model in the form of a text model's,
+    `vision(info)` the rules of the tower, which come before `rules`, and `aliases` the prefixes under which files have
+    names of the table: (theirs, the table's).
     """
 
     name: str
@@ -29,6 +33,13 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     left_out: Callable[[ModelInfo], tuple[str, ...]] = lambda info: ()
     redundant: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
+    language: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw: raw
+    vision: Callable[[ModelInfo], tuple[Rule, ...]] = lambda info: ()
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    def rules_of(self, info: ModelInfo) -> tuple[Rule, ...]:
+        """Return all rules of a model of this family."""
+        return self.vision(info) + self.rules
 
 
 HF, MEGATRON = "model.layers.{layer}", "decoder.layers.{layer}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def load_info(model_dir: Path | str) -> ModelInfo:
         raw = json.loads(path.read_text())
         if not isinstance(raw, dict):
             raise ValueError("it must be a JSON object")
-        return info_from_config(raw)
+        return _with_pixels(info_from_config(raw), path.parent)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         # The others come from a field of the wrong type, or a size of 0, at the first place that uses it.
         what = f"missing key {error}" if isinstance(error, KeyError) else str(error)
@@ -57,7 +58,7 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
     if family is None:
         supported = ", ".join(f.architecture for f in FAMILIES.values())
         raise ValueError(f"architecture {names} is not supported; supported: {supported}")
-    given, raw = raw, {**family.defaults, **raw}
+    given, raw = raw, {**family.defaults, **family.language(raw)}
     _refuse(raw)
     for name, most in _LARGEST.items():
         if not 0 < int(raw[name]) <= most:
@@ -84,6 +85,21 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
         "raw": dict(given),
     }
     return ModelInfo(**{**fields, **family.read(raw)})
+
+
+def _with_pixels(info: ModelInfo, directory: Path) -> ModelInfo:
+    """Return `info` with the mean and std of the directory's image processor; without its file, those of the family."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if info.vision is None or not (directory / name).is_file():
+            continue
+        found = json.loads((directory / name).read_text())
+        own = found.get("image_processor", found)
+        for key, wanted in (("do_normalize", True), ("do_rescale", True), ("rescale_factor", 1 / 255)):
+            if own.get(key, wanted) != wanted:
+                raise ValueError(f"{name}: {key}={own[key]!r} is not supported; supported: {wanted}")
+        mean, std = own.get("image_mean", info.vision.mean), own.get("image_std", info.vision.std)
+        return replace(info, vision=replace(info.vision, mean=tuple(mean), std=tuple(std)))
+    return info
 
 
 def _positions(raw: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> int:
