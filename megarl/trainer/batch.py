@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megarl.algorithms.objective.terms import WEIGHT_STREAMS
+from megarl.queue.images import ImageRef
 from megarl.queue.streams import ADVANTAGES, CE_WEIGHTS, STREAMS, Stream
 from megarl.queue.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from megarl.models.megatron.vision_model import ImageBatch
+    from megarl.trainer.packed_images import ImagePacker
 
 
 @dataclass
@@ -24,7 +30,8 @@ class TrainSample:
 
     `loss_mask_R` (bool; None = all) marks the response tokens that are trained. `streams`: values per response token,
     by the names that `megarl.queue.streams` declares; log-probs among them are fp32, at the sampling temperature.
-    `temperature`: that of this sample, if the run's data sets differ in it; None: that of the run.
+    `temperature`: that of this sample, if the run's data sets differ in it; None: that of the run. `images`: those
+    among its tokens, prompt and response, in their order.
     """
 
     key: str
@@ -33,6 +40,7 @@ class TrainSample:
     loss_mask_R: Tensor | None = None
     streams: dict[str, Tensor] = field(default_factory=dict)
     temperature: float | None = None
+    images: tuple[ImageRef, ...] = ()
 
     @classmethod
     def of(cls, row: Trajectory, *, trained: bool = True, temperature: float | None = None) -> TrainSample:
@@ -47,6 +55,7 @@ class TrainSample:
                 for name, values in row.streams.items()
             },
             temperature=temperature,
+            images=row.images,
         )
         if not trained and CE_WEIGHTS in sample.streams:  # it weighs tokens that the mask leaves out anyway
             sample.streams[CE_WEIGHTS] = torch.zeros(len(row.response_ids))
@@ -56,6 +65,11 @@ class TrainSample:
     def length(self) -> int:
         """The number of prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def image_tokens(self) -> int:
+        """The number of tokens that stand for images."""
+        return sum(image.tokens for image in self.images)
 
     @property
     def trained_tokens(self) -> int:
@@ -97,7 +111,7 @@ class MicroBatch:
     """
 
     input_ids_1T: Tensor  # int64
-    position_ids_1T: Tensor  # int64, from 0 in each sequence
+    position_ids: Tensor  # int64, from 0 in each sequence: [1, T], of a model that sees [3, 1, T]
     cu_seqlens: Tensor  # int32 [S + 1] over T
     max_seqlen: int
     rows_R: Tensor  # int64: the row of T that predicts each response token
@@ -109,6 +123,7 @@ class MicroBatch:
     keys: tuple[str, ...]  # their keys, in the same order
     tokens: int  # T without padding; weights Megatron's auxiliary losses
     temperature_R: Tensor | None = None  # fp32, of each response token; None: that of the run
+    images: ImageBatch | None = None  # None if there are none
 
     @property
     def is_empty(self) -> bool:
@@ -140,11 +155,15 @@ class MicroBatch:
             if isinstance(value := getattr(self, each.name), Tensor)
         }
         streams = {name: value.to(device, non_blocking=True) for name, value in self.streams.items()}
-        return replace(self, **moved, streams=streams)  # type: ignore[arg-type]
+        images = None if self.images is None else self.images.to(device)
+        return replace(self, **moved, streams=streams, images=images)  # type: ignore[arg-type]
 
 
-def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
-    """Raise ValueError if a sample's tokens, streams or mask are wrong, with a message that names the sample."""
+def check_samples(samples: Sequence[TrainSample], vocab_size: int, *, sees: bool = False) -> None:
+    """Raise ValueError if a sample's tokens, streams or mask are wrong, with a message that names the sample.
+
+    `sees`: the model takes images.
+    """
     for sample in samples:
         if not sample.prompt_ids or not sample.response_ids:
             raise ValueError(f"sample {sample.key}: prompt and response need at least one token each")
@@ -152,6 +171,8 @@ def check_samples(samples: Sequence[TrainSample], vocab_size: int) -> None:
             sample.prompt_ids + sample.response_ids
         ) < vocab_size:  # fmt: skip
             raise ValueError(f"sample {sample.key}: a token id is outside the vocabulary of {vocab_size}")
+        if sample.images and not sees:
+            raise ValueError(f"sample {sample.key}: it has images, and the model reads text only")
         for name, value in [("loss_mask", sample.loss_mask_R), *sample.streams.items()]:
             if value is not None and value.shape != (len(sample.response_ids),):
                 raise ValueError(
@@ -176,12 +197,16 @@ def agreed_streams(found: Iterable[Iterable[str]]) -> list[str]:
 
 
 def pack(
-    samples: Sequence[TrainSample], indices: Sequence[int], align: int = 1, streams: Sequence[str] | None = None
+    samples: Sequence[TrainSample],
+    indices: Sequence[int],
+    align: int = 1,
+    streams: Sequence[str] | None = None,
+    packer: ImagePacker | None = None,
 ) -> MicroBatch:
     """Lay `samples[i] for i in indices` end to end, T padded to a multiple of `align` (TP under sequence parallelism).
 
     `streams`: names of the streams to pack, which all samples must have unless they are optional; None:
-    `common_streams` of `samples`.
+    `common_streams` of `samples`. `packer`: of a model that sees. Raises ValueError for images outside their sample.
     """
     names = common_streams(samples) if streams is None else streams
     chosen = [samples[index] for index in indices]
@@ -202,7 +227,9 @@ def pack(
     targets = [token for sample in chosen for token in sample.response_ids] or [0]
     return MicroBatch(
         input_ids_1T=torch.tensor([ids]),
-        position_ids_1T=torch.cat([torch.arange(length) for length in all_lengths])[None],
+        position_ids=torch.cat([torch.arange(length) for length in all_lengths])[None]
+        if packer is None
+        else packer.positions([(length, sample.images) for length, sample in zip(lengths, chosen, strict=True)], dummy),
         cu_seqlens=starts,
         max_seqlen=max(all_lengths),
         rows_R=torch.cat(row_parts),
@@ -214,6 +241,7 @@ def pack(
         keys=tuple(sample.key for sample in chosen),
         tokens=used,
         temperature_R=_temperatures(chosen),
+        images=packer.pack([sample.images for sample in chosen], starts.tolist()) if packer is not None else None,
     )
 
 

@@ -20,7 +20,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.schema import OptimizerConfig as OptimizerSection
 from megarl.config.schema import TrainerConfig
-from megarl.models.megatron.shards import persistent_buffers
 
 T = TypeVar("T")
 
@@ -41,11 +40,11 @@ class NonFiniteError(StepRefused, FloatingPointError):
 def precision_wrap(chunk: GPTModel) -> torch.nn.Module:
     """Wrap a bf16 chunk in Float16Module; return an fp32 chunk as it is.
 
-    fp32 buffers, such as the routers' expert bias, stay fp32 with their values.
+    fp32 buffers, such as the routers' expert bias and the frequencies of a vision tower, stay fp32 with their values.
     """
     if not chunk.config.bf16:
         return chunk
-    kept = {name: buffer for name, buffer in persistent_buffers(chunk) if buffer.dtype == torch.float32}
+    kept = {name: buffer for name, buffer in chunk.named_buffers() if buffer.dtype == torch.float32}
     wrapped = Float16Module(chunk.config, chunk)
     for name, buffer in kept.items():
         # Megatron converts the expert bias back to fp32 in its next forward, but from values rounded to bf16.

@@ -10,9 +10,11 @@ import hashlib
 import heapq
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 Nested: TypeAlias = "Sequence[Nested] | int"
+_Loads: TypeAlias = "Sequence[tuple[int, ...]]"  # of each sequence: tokens, and patches if they are bounded
 
 
 def assign_to_ranks(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
@@ -31,10 +33,24 @@ def assign_to_ranks(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
     return [sorted(part) for part in _balanced(lengths, range(len(lengths)), dp_size)]
 
 
+@dataclass(frozen=True)
+class Patches:
+    """The vision patches of each rank's sequences, in the order of their lengths, and the most of a micro-batch."""
+
+    per_rank: Sequence[Sequence[int]]
+    most: int
+
+
 def plan_micro_batches(
-    lengths_per_rank: Sequence[Sequence[int]], max_tokens: int, multiple_of: int = 1, minimum: int = 1
+    lengths_per_rank: Sequence[Sequence[int]],
+    max_tokens: int,
+    multiple_of: int = 1,
+    minimum: int = 1,
+    patches: Patches | None = None,
 ) -> list[list[list[int]]]:
     """Pack each rank's sequences into micro-batches of at most `max_tokens` tokens, the same number on all ranks.
+
+    `patches`: another bound of each micro-batch.
 
     The number is the largest that any rank needs, at least `minimum`, rounded up to a multiple of `multiple_of`
     (interleaved pipelines need a multiple of PP and at least PP). Within a rank, tokens are balanced over all its
@@ -45,10 +61,12 @@ def plan_micro_batches(
         can batch those of equal length; `[]` is an empty micro-batch.
 
     Raises:
-        ValueError: a sequence is longer than `max_tokens`, or a length is below 1.
+        ValueError: a sequence is longer than `max_tokens` or has too many patches, or a length is below 1.
     """
-    packed = []
-    for lengths in lengths_per_rank:
+    limits = (max_tokens,) if patches is None else (max_tokens, patches.most)
+    packed: list[list[list[int]]] = []
+    loads: list[_Loads] = []
+    for rank, lengths in enumerate(lengths_per_rank):
         _check_lengths(lengths)
         longest = max(lengths, default=0)
         if longest > max_tokens:
@@ -56,10 +74,22 @@ def plan_micro_batches(
                 f"a sequence of {longest} tokens does not fit in trainer.micro_batch_tokens={max_tokens}; "
                 f"raise it to at least {longest}, or lower sampling.max_tokens or data.max_prompt_tokens"
             )
-        packed.append(_first_fit_decreasing(lengths, max_tokens))
+        load: _Loads = [(length,) for length in lengths]
+        if patches is not None:
+            load = list(zip(lengths, patches.per_rank[rank], strict=True))
+            if (most := max(patches.per_rank[rank], default=0)) > patches.most:
+                raise ValueError(
+                    f"a sequence with {most} vision patches does not fit in trainer.micro_batch_patches="
+                    f"{patches.most}; raise it to at least {most}, or lower model.vision.max_pixels"
+                )
+        loads.append(load)
+        packed.append(_first_fit_decreasing(lengths, load, limits))
     number = max([minimum, *(len(bins) for bins in packed)])
     number = -(-number // multiple_of) * multiple_of
-    return [_spread(lengths, bins, number, max_tokens) for lengths, bins in zip(lengths_per_rank, packed, strict=True)]
+    return [
+        _spread(lengths, bins, number, load, limits)
+        for lengths, bins, load in zip(lengths_per_rank, packed, loads, strict=True)
+    ]
 
 
 def partition_hash(plan: Nested) -> str:
@@ -86,23 +116,30 @@ def _balanced(lengths: Sequence[int], indices: Sequence[int] | range, parts: int
     return result
 
 
-def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def _first_fit_decreasing(lengths: Sequence[int], loads: _Loads, limits: tuple[int, ...]) -> list[list[int]]:
     bins: list[list[int]] = []
-    room: list[int] = []
+    room: list[tuple[int, ...]] = []
     for index in _longest_first(lengths, range(len(lengths))):
-        fitting = next((number for number, free in enumerate(room) if free >= lengths[index]), None)
+        fitting = next((number for number, free in enumerate(room) if _fits(loads[index], free)), None)
         if fitting is None:
             bins.append([])
-            room.append(max_tokens)
+            room.append(limits)
             fitting = len(bins) - 1
         bins[fitting].append(index)
-        room[fitting] -= lengths[index]
+        room[fitting] = tuple(free - own for free, own in zip(room[fitting], loads[index], strict=True))
     return bins
 
 
-def _spread(lengths: Sequence[int], bins: list[list[int]], number: int, max_tokens: int) -> list[list[int]]:
+def _spread(
+    lengths: Sequence[int], bins: list[list[int]], number: int, loads: _Loads, limits: tuple[int, ...]
+) -> list[list[int]]:
     balanced = _balanced(lengths, range(len(lengths)), number)
-    if any(sum(lengths[index] for index in part) > max_tokens for part in balanced):
-        # Balancing does not respect the limit: fall back to the packing of first-fit, which does.
+    totals = (tuple(map(sum, zip(*(loads[index] for index in part), strict=True))) for part in balanced if part)
+    if not all(_fits(total, limits) for total in totals):
+        # Balancing does not respect the limits: fall back to the packing of first-fit, which does.
         balanced = bins + [[] for _ in range(number - len(bins))]
     return [_longest_first(lengths, part) for part in balanced]
+
+
+def _fits(load: tuple[int, ...], room: tuple[int, ...]) -> bool:
+    return all(own <= free for own, free in zip(load, room, strict=True))

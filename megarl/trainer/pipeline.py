@@ -90,9 +90,11 @@ def _forward_step(
         arguments["fp32_output"] = False  # the output is hidden states; only the log-probs are computed in fp32
     if chunk.config.num_moe_experts:
         arguments["padding_mask"] = _padding_mask(chunk, batch)
+    if batch.images is not None and chunk.pre_process:
+        arguments["images"] = batch.images
     output_1TH = model(
         input_ids=batch.input_ids_1T,
-        position_ids=batch.position_ids_1T,
+        position_ids=batch.position_ids,
         attention_mask=None,
         packed_seq_params=batch.packed_seq_params(),
         **arguments,

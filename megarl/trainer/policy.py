@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state
@@ -33,10 +34,11 @@ from megarl.config.derived.teachers import trainer_teachers
 from megarl.config.derived.training_loss import needed_streams, objective_of
 from megarl.config.megatron.reserved import ddp_fields, transformer_fields
 from megarl.config.schema import Config
-from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.architecture.architecture import ModelInfo, VisionTower
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.build_model import build_model, transformer_config
 from megarl.models.megatron.layout import Layout
+from megarl.queue.images import ImageRef
 from megarl.queue.streams import OLD_LOGPROBS, ROLLOUT_LOGPROBS, SOURCES
 from megarl.trainer.batch import (
     MicroBatch,
@@ -57,10 +59,13 @@ from megarl.trainer.optimizer import (
     data_parallel_wrap,
     precision_wrap,
 )
-from megarl.trainer.packing import plan_micro_batches
+from megarl.trainer.packing import Patches, plan_micro_batches
 from megarl.trainer.parking import StateMemory
 from megarl.trainer.pipeline import WithLoss, forward_backward, forward_only
 from megarl.trainer.reference_policy import FrozenModel, ReferenceModel
+
+if TYPE_CHECKING:
+    from megarl.trainer.packed_images import ImagePacker, ReadPatches
 
 __all__ = ["NoTokensError", "NonFiniteError", "Policy", "StepRefused", "TrainSample"]
 
@@ -74,6 +79,7 @@ class _Shapes:
     """The facts about its samples that a replica sends to all replicas."""
 
     lengths: list[int]  # tokens of prompt and response
+    images: list[int]  # tokens among them that stand for images
     trained: list[int]  # tokens in the loss
     streams: list[str]  # `common_streams` of its samples
 
@@ -109,6 +115,11 @@ class Policy:
         chunks = build_model(info, self.tf_config, layout)
         if config.model.load_weights:
             load_weights(chunks, info, config.model.path)
+        self._packer: ImagePacker | None = None
+        # Set it before the first sample that has images; it is called on the ranks of the first pipeline stage.
+        self.read_patches: ReadPatches | None = None
+        if info.vision is not None:
+            self._packer = self._prepare_vision(info.vision, chunks)
         for chunk in chunks:
             return_hidden_states(chunk)
         ddp = ddp_fields(config.trainer, config.megatron)
@@ -133,6 +144,19 @@ class Policy:
         )
         if not platforms.current().is_cuda:
             keep_freed_memory()
+
+    def _prepare_vision(self, tower: VisionTower, chunks: Sequence[GPTModel]) -> ImagePacker:
+        """Freeze what `model.vision.train` leaves out of the tower, and return the packer of images."""
+        from megarl.models.megatron.vision_model import freeze_vision
+        from megarl.trainer.packed_images import ImagePacker
+
+        freeze_vision(chunks, self.config.model.vision.train)
+
+        def read(image: ImageRef) -> Tensor:
+            assert self.read_patches is not None, "nobody has said where pixels come from"
+            return self.read_patches(image)
+
+        return ImagePacker(tower.merge, tower.patch_size, read)
 
     @property
     def reference_step(self) -> int:
@@ -340,7 +364,8 @@ class Policy:
         """Share these samples with all replicas, and return what each has shared. Collective."""
         self.memory.require()
         trained = [sample.trained_tokens for sample in samples]
-        own = _Shapes([sample.length for sample in samples], trained, common_streams(samples))
+        images = [sample.image_tokens for sample in samples]
+        own = _Shapes([sample.length for sample in samples], images, trained, common_streams(samples))
         return all_gather(own, _SHAPES, parallel_state.get_data_parallel_group())
 
     def _pack(self, samples: Sequence[TrainSample], everyone: Sequence[_Shapes]) -> tuple[list[MicroBatch], int]:
@@ -348,19 +373,26 @@ class Policy:
 
         Raises ValueError for a sample that is wrong.
         """
-        check_samples(samples, self.info.vocab_size)
+        check_samples(samples, self.info.vocab_size, sees=self._packer is not None)
         stages = self.layout.pipeline
         plans = plan_micro_batches(
             [part.lengths for part in everyone],
             self.config.trainer.token_limit,
             multiple_of=stages if self.layout.virtual_pipeline else 1,
             minimum=stages,  # fewer leave stages idle, and fail in an interleaved schedule
+            patches=self._patches(everyone),
         )
         streams = agreed_streams(part.streams for part in everyone if part.lengths)
         align, device = self.layout.tensor if self.layout.sequence else 1, platforms.current().device
         mine = plans[parallel_state.get_data_parallel_rank()]
-        micro_batches = [pack(samples, indices, align, streams).to(device) for indices in mine]
+        micro_batches = [pack(samples, indices, align, streams, self._packer).to(device) for indices in mine]
         return micro_batches, sum(bool(indices) for plan in plans for indices in plan)
+
+    def _patches(self, everyone: Sequence[_Shapes]) -> Patches | None:
+        most, packer = self.config.trainer.micro_batch_patches, self._packer
+        if packer is None or most is None:
+            return None
+        return Patches([[count * packer.merge**2 for count in part.images] for part in everyone], most)
 
     def _check_trainable(self, samples: Sequence[TrainSample]) -> None:
         for sample in samples:

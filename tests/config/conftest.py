@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.models.tiny import make_tiny_model
+from tests.support.models.tiny_vision import make_tiny_vision
 from tests.support.trainer.configs import write_problems
 
 
@@ -18,6 +19,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     found["tied"] = make_tiny_model(root / "tied", "qwen3", num_hidden_layers=4, tie_word_embeddings=True)
     found["mistral"] = make_tiny_model(root / "mistral", "mistral", num_hidden_layers=4, sliding_window=100)
+    for family in ("qwen2_5_vl", "qwen3_vl"):
+        (root / family).mkdir()
+        found[family] = make_tiny_vision(root / family, family)
     return found
 
 

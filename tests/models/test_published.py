@@ -97,6 +97,26 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
         36_945,
         235_093_634_560,
     ),
+    # The language model's fields stand next to those of the tower, as published.
+    "Qwen2.5-VL-7B": (
+        _config("Qwen2_5_VLForConditionalGeneration", (28, 3584, 18944, 28, 4, 152064, 128000),
+                rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
+                vision_config={"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+                               "in_chans": 3, "out_hidden_size": 3584, "patch_size": 14}),
+        729,
+        8_292_166_656,
+    ),
+    "Qwen3-VL-8B": (
+        {"architectures": ["Qwen3VLForConditionalGeneration"], "tie_word_embeddings": False,
+         "text_config": _config("", (36, 4096, 12288, 32, 8, 151936, 262144), head_dim=128,
+                                rope_scaling={"rope_type": "default", "mrope_section": [24, 20, 20],
+                                              "mrope_interleaved": True}),
+         "vision_config": {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
+                           "out_hidden_size": 4096, "patch_size": 16, "num_position_embeddings": 2304,
+                           "deepstack_visual_indexes": [8, 16, 24]}},
+        750,
+        8_767_123_696,
+    ),
 }  # fmt: skip
 
 

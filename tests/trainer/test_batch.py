@@ -21,7 +21,7 @@ def test_two_sequences_end_to_end() -> None:
     ]
     batch = pack(samples, [2, 0])
     assert batch.input_ids_1T.tolist() == [[3, 4, 5, 6, 7, 8, 9]]
-    assert batch.position_ids_1T.tolist() == [[0, 1, 0, 1, 2, 3, 4]]
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 4]]
     assert batch.cu_seqlens.tolist() == [0, 2, 7] and batch.max_seqlen == 5
     # The row that holds token t predicts token t + 1.
     assert batch.rows_R.tolist() == [0, 3, 4, 5]
@@ -37,7 +37,7 @@ def test_two_sequences_end_to_end() -> None:
 def test_sequence_parallel_padding_is_a_sequence_of_its_own() -> None:
     batch = pack([sample("a", [5, 6], [7])], [0], align=4)
     assert batch.input_ids_1T.tolist() == [[5, 6, 7, 0]]
-    assert batch.cu_seqlens.tolist() == [0, 3, 4] and batch.position_ids_1T.tolist() == [[0, 1, 2, 0]]
+    assert batch.cu_seqlens.tolist() == [0, 3, 4] and batch.position_ids.tolist() == [[0, 1, 2, 0]]
     assert batch.rows_R.tolist() == [1] and batch.tokens == 3
     mask = batch.padding_mask()
     assert mask is not None and mask.tolist() == [[False, False, False, True]]

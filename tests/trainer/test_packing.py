@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.trainer.packing import assign_to_ranks, partition_hash, plan_micro_batches
+from megarl.trainer.packing import Patches, assign_to_ranks, partition_hash, plan_micro_batches
 
 LENGTHS = st.lists(st.integers(1, 64), max_size=40)
 
@@ -64,3 +64,13 @@ def test_the_hash_sees_order_and_nesting() -> None:
     plans = [[[0, 1], [2]], [[0], [1, 2]], [[1, 0], [2]], [[0, 1, 2]], [[0, 1], [2], []]]
     assert len({partition_hash(plan) for plan in plans}) == len(plans)
     assert partition_hash([[0, 1]]) == partition_hash(((0, 1),))
+
+
+def test_patches_are_a_second_bound() -> None:
+    lengths, patches = [[5, 4, 3, 2]], [[0, 40, 40, 8]]
+    assert plan_micro_batches(lengths, 14) == [[[0, 1, 2, 3]]]
+    (plan,) = plan_micro_batches(lengths, 14, patches=Patches(patches, 48))
+    assert len(plan) == 2 and sorted(index for part in plan for index in part) == [0, 1, 2, 3]
+    assert all(sum(patches[0][index] for index in part) <= 48 for part in plan)
+    with pytest.raises(ValueError, match="a sequence with 40 vision patches does not fit"):
+        plan_micro_batches(lengths, 14, patches=Patches(patches, 39))

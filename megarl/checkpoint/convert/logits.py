@@ -74,11 +74,14 @@ def logprobs(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
 
 
 def _by_transformers(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = AutoModelForCausalLM.from_pretrained(
-        hf_files(path), dtype=torch.float32, local_files_only=True, trust_remote_code=False
-    ).eval()
+    sees = load_info(path).vision is not None
+    model = (
+        (AutoModelForImageTextToText if sees else AutoModelForCausalLM)
+        .from_pretrained(hf_files(path), dtype=torch.float32, local_files_only=True, trust_remote_code=False)
+        .eval()
+    )
     if torch.cuda.is_available():
         model = model.cuda()
     return [model(torch.tensor([each], device=model.device)).logits[0].log_softmax(-1).cpu() for each in ids]
@@ -109,9 +112,10 @@ def _by_megatron(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]
                 max_seqlen_q=len(each),
                 max_seqlen_kv=len(each),
             )
+            positions_1T = torch.arange(len(each), device=device)[None]
             logits_1TV = chunk(
                 input_ids=torch.tensor([each], device=device),
-                position_ids=torch.arange(len(each), device=device)[None],
+                position_ids=positions_1T if info.vision is None else positions_1T.expand(3, 1, -1),
                 attention_mask=None,
                 packed_seq_params=packed,
             )

@@ -73,7 +73,7 @@ def is_gated(entry: Entry) -> bool:
 
 def is_model_key(key: str) -> bool:
     """Whether a key belongs to the model's weights (not to optimizer, RNG or Transformer Engine's extra state)."""
-    return key.startswith(("decoder.", "embedding.", "output_layer.")) and "_extra_state" not in key
+    return key.startswith(("decoder.", "embedding.", "output_layer.", "visual.")) and "_extra_state" not in key
 
 
 def resolve(found: Collection[str], wanted: Sequence[StoredTensor]) -> dict[str, str]:

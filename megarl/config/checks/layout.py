@@ -68,21 +68,33 @@ def model_problems(
                 f"use a divisor or a multiple of {info.kv_heads}"
             )
     if not any(layout_problems(trainer)):
-        yield from _stage_problems(trainer, megatron, info.num_layers)
+        yield from _stage_problems(trainer, megatron, info)
+    if info.vision and megatron.transformer.get("apply_rope_fusion"):
+        yield (
+            "megatron.transformer.apply_rope_fusion: Transformer Engine's kernel would give every packed sequence the "
+            "image positions of the first one; remove it"
+        )
     yield from _expert_problems(parallel, engine, info)
 
 
-def _stage_problems(trainer: TrainerConfig, megatron: MegatronConfig, layers: int) -> Iterator[str]:
+def _stage_problems(trainer: TrainerConfig, megatron: MegatronConfig, info: ModelInfo) -> Iterator[str]:
+    layers = info.num_layers
     parallel, layout = trainer.parallel, trainer_layout(trainer.parallel, trainer.gpus)
     try:
-        largest = max(layout.stage_layers(layers)) // (parallel.virtual_pipeline or 1)
+        chunks = [len(layout.chunk_layers(layers, stage, 0)) for stage in range(layout.pipeline)]
     except ValueError as error:
         uneven = parallel.first_stage_layers is not None or parallel.last_stage_layers is not None
         key = "first_stage_layers" if uneven else "virtual_pipeline" if parallel.virtual_pipeline else "pipeline"
         fix = "other numbers of layers" if uneven else f"a divisor of {layers}, or set first_stage_layers"
         yield f"trainer.parallel.{key}: {error}; the model has {layers}: use {fix}"
     else:
-        yield from _recompute_layers_problems(trainer, megatron, largest)
+        yield from _recompute_layers_problems(trainer, megatron, max(chunks))
+        deepstack = len(info.vision.deepstack) if info.vision else 0
+        if chunks[0] < deepstack:
+            yield (
+                f"trainer.parallel.pipeline: the first {deepstack} layers take image features (deepstack) and must be on "
+                f"the first stage, which has {chunks[0]}; use fewer stages"
+            )
 
 
 def _recompute_layers_problems(trainer: TrainerConfig, megatron: MegatronConfig, layers: int) -> Iterator[str]:

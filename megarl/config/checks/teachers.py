@@ -141,6 +141,8 @@ def _model_problems(config: Config, teacher: TeacherConfig, key: str, info: Mode
             f"{key}.path: it has {own.vocab_size} rows of the vocabulary, and the policy can sample {info.vocab_size} "
             "tokens; use a teacher that scores all of them"
         )
+    if (own.vision is None) != (info.vision is None):
+        yield f"{key}.path: teacher and policy must both see images, or both read text only; use another teacher"
     needed = scored_tokens(longest) if teacher.where == "engine" else longest
     if own.max_positions < needed:
         yield (

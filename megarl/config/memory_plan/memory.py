@@ -119,6 +119,10 @@ def _stage_memory(rank: TrainerRank, device: Device, stage: int) -> Memory:
     if stage == layout.pipeline - 1:
         terms.append(Term("logits chunk", rank.logits_bytes(update=True), "update"))
         terms.append(Term("logits chunk", rank.logits_bytes(update=False), "log-probs"))
+    if stage == 0 and rank.info.vision:
+        for phase in ("update", "log-probs"):
+            terms.append(Term("vision tower", rank.tower_bytes(update=phase == "update"), phase, note="estimate"))
+            terms.append(Term("pixels", rank.pixel_bytes(), phase))
     frozen = [(each, replace(rank, info=each.info)) for each in rank.frozen]
     widest = max(forward_bytes(each) for each in (rank, *(held for _, held in frozen)))
     terms.append(Term("forward of one layer", int(widest), "log-probs"))

@@ -13,18 +13,23 @@ derived from the source only.
 from __future__ import annotations
 
 import functools
+import math
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from megarl.config.derived.teachers import trainer_teachers
 from megarl.config.megatron.reserved import ddp_fields, transformer_fields
 from megarl.config.schema import Config, MegatronConfig, TrainerConfig, WeightSyncConfig
 from megarl.models.architecture.architecture import LatentAttention, ModelInfo
+from megarl.models.families import FAMILIES
+from megarl.models.families.vision import PROJECTOR
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.layout import Layout
 
 FP32 = 4
+Trained: TypeAlias = Literal["none", "projector", "all"]  # what of a vision tower is
 
 
 @dataclass(frozen=True)
@@ -59,11 +64,21 @@ def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) ->
     held += mixtures * ((info.num_experts or 0) + 3 * (info.shared_ffn // tensor)) * hidden  # router, shared experts
     embedding = padded_vocabulary(info, tensor) // tensor * hidden
     embeds = stage == 0 and chunk == 0
-    held += embedding if embeds else 0
+    held += embedding + tower_parameters(info, "all") if embeds else 0
     if stage == layout.pipeline - 1 and chunk == (layout.virtual_pipeline or 1) - 1:
         held += hidden + (0 if info.tied and embeds else embedding)  # the final norm, and the output layer
     experts = mixtures * ((info.num_experts or 0) // layout.expert) * 3 * (info.moe_ffn // layout.etp) * hidden
     return (held, experts) if layout.expert > 1 else (held + experts, 0)
+
+
+def tower_parameters(info: ModelInfo, trained: Trained) -> int:
+    """Return the parameters of the vision tower that `model.vision.train` trains: whole on each rank of stage 0."""
+    if trained == "none":
+        return 0
+    rules = [
+        rule for rule in FAMILIES[info.family].vision(info) if trained == "all" or rule.megatron.startswith(PROJECTOR)
+    ]
+    return sum(math.prod(info.dims[size] for size in rule.sources[0].shape.split()) for rule in rules)
 
 
 def _attention(info: ModelInfo, tensor: int) -> int:
@@ -120,6 +135,7 @@ class TrainerRank:
     fused: bool
     sync: WeightSyncConfig
     frozen: tuple[FrozenModel, ...]
+    trains_vision: Trained = "projector"
 
     @classmethod
     def of(cls, config: Config, info: ModelInfo, layout: Layout, *, fused: bool) -> TrainerRank:
@@ -131,8 +147,9 @@ class TrainerRank:
                 frozen.append(FrozenModel(f"weights of teacher {each.name}", each.placement, load_info(each.path)))
         weighs_entropy = config.algorithm.entropy_coef > 0
         return cls(
-            info, layout, config.trainer, config.megatron, weighs_entropy, fused, config.weight_sync, tuple(frozen)
-        )
+            info, layout, config.trainer, config.megatron, weighs_entropy, fused, config.weight_sync, tuple(frozen),
+            config.model.vision.train,
+        )  # fmt: skip
 
     def with_trainer(self, **fields: object) -> TrainerRank:
         """Return this rank with other fields of the section `trainer`."""
@@ -159,13 +176,19 @@ class TrainerRank:
         per_parameter = 2 * FP32 + (FP32 if self.element != FP32 else 0)
         weights = gradients = optimizer = 0
         for chunk in range(self.layout.virtual_pipeline or 1):
-            held = chunk_parameters(self.info, self.layout, stage, chunk)
-            for numel, ranks in zip(held, (self.layout.data, self.layout.expert_data), strict=True):
+            held, experts = chunk_parameters(self.info, self.layout, stage, chunk)
+            frozen = self._frozen_parameters if stage == chunk == 0 else 0
+            for numel, fixed, ranks in ((held, frozen, self.layout.data), (experts, 0, self.layout.expert_data)):
                 weights += numel * self.element
-                gradients += numel * gradient
-                shard = -(-numel // ranks) if self.trainer.optimizer.distributed else numel
+                gradients += (numel - fixed) * gradient
+                shard = -(-(numel - fixed) // ranks) if self.trainer.optimizer.distributed else numel - fixed
                 optimizer += shard * per_parameter
         return StateBytes(weights, gradients, optimizer)
+
+    @property
+    def _frozen_parameters(self) -> int:
+        """The parameters of the vision tower that are not trained."""
+        return tower_parameters(self.info, "all") - tower_parameters(self.info, self.trains_vision)
 
     def saved_per_token(self, layer: int, load: float = 1.0) -> float:
         """Return the bytes per packed token that one layer keeps under the config's recompute settings.
@@ -274,6 +297,36 @@ class TrainerRank:
         chunks = self.layout.virtual_pipeline or 1
         sizes = [self.chunk_bytes(stage, chunk, load) for chunk in range(chunks)]
         return sum(sizes) / chunks * in_flight_chunks(self.layout, stage)
+
+    @property
+    def patch_limit(self) -> int:
+        """The most vision patches of a micro-batch; 0 for a model that reads text only."""
+        tower = self.info.vision
+        if tower is None:
+            return 0
+        return min(self.trainer.micro_batch_patches or sys.maxsize, self.trainer.token_limit * tower.merge**2)
+
+    def pixel_bytes(self) -> int:
+        """Return the bytes of a micro-batch's pixels on the device: as they came, in fp32, and normalised."""
+        tower = self.info.vision
+        return self.patch_limit * tower.patch_size * (1 + FP32 + self.element) if tower else 0
+
+    def tower_bytes(self, *, update: bool) -> int:
+        """Return the bytes of the vision tower's tensors for one micro-batch: a block's, and what backward needs.
+
+        A frozen tower keeps nothing but its projector's input. A trained one keeps the input of each block.
+        """
+        tower, element = self.info.vision, self.element
+        if tower is None:
+            return 0
+        block = tower.hidden * (2 * FP32 + 9 * element) + 3 * tower.ffn * element
+        if not update or self.trains_vision == "none":
+            return self.patch_limit * block
+        kept = tower.hidden * (FP32 + 5 * element)  # of the projector
+        if self.trains_vision == "all":
+            kept += tower.layers * tower.hidden * element
+            block += tower.hidden * (2 * FP32 + 4 * element) + tower.ffn * element
+        return self.patch_limit * (kept * in_flight_chunks(self.layout, 0) + block)
 
     def logits_bytes(self, *, update: bool) -> int:
         """Return the bytes of one chunk of the log-prob head: of a forward pass, or of an `update` with backward pass.

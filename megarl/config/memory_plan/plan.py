@@ -54,6 +54,8 @@ _REMEDIES = {
     "activations": "lower trainer.micro_batch_tokens or set trainer.recompute=auto",
     "recompute": "lower trainer.micro_batch_tokens or megatron.transformer.recompute_num_layers",
     "uneven experts": "lower trainer.micro_batch_tokens or set trainer.recompute=auto",
+    "vision tower": "set trainer.micro_batch_patches, or model.vision.train=projector",
+    "pixels": "set trainer.micro_batch_patches",
     "logits chunk": "lower trainer.logprob_chunk_tokens",
     "forward of one layer": "lower trainer.micro_batch_tokens",
     "reference weights": "set reference.placement=cpu_offload",

@@ -23,6 +23,36 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class VisionTower:
+    """The vision tower of a model that sees, and how images enter its language model.
+
+    Images are cut into patches of `patch` x `patch` pixels in `channels` colours, each repeated over `frames` frames.
+    Squares of `merge` x `merge` patches become one token. Pixels (0 to 255) are divided by 255, then shifted by `mean`
+    and divided by `std`, per channel.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    patch: int
+    frames: int
+    merge: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rope_sections: tuple[int, ...]  # frequencies of the language model's RoPE that rotate by time, height and width
+    rope_interleaved: bool = False  # the axes alternate from frequency to frequency; else each has one block
+    places: int = 0  # learned position embeddings; 0 = none
+    deepstack: tuple[int, ...] = ()  # its layers whose features are added to the output of the first language layers
+
+    @property
+    def patch_size(self) -> int:
+        """The numbers of one patch, as the image processor returns it."""
+        return self.channels * self.frames * self.patch**2
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """The architecture of one model. Sizes are those of the whole model, never of a shard."""
 
@@ -55,6 +85,7 @@ class ModelInfo:
     mla: LatentAttention | None = None  # if set, head_dim is plain + rotated and kv_heads equals heads
     predict_layers: int = 0  # layers of the files that predict later tokens (MTP); not part of the model
     window: int | None = None  # sliding window: keys that a query sees, its own included; None = all before it
+    vision: VisionTower | None = None  # None: the model reads text only
     dtype: str = "float32"  # dtype of the files, e.g. "bfloat16"
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -76,6 +107,7 @@ class ModelInfo:
             "head_dim": self.head_dim,
             "shared_ffn": self.shared_ffn,
             **self._latent_dims,
+            **self._vision_dims,
         }
 
     @property
@@ -93,4 +125,20 @@ class ModelInfo:
             "latent": self.mla.kv_rank + self.mla.rotated,
             "kv_up": self.heads * (self.mla.plain + self.mla.value),
             "values": self.heads * self.mla.value,
+        }
+
+    @property
+    def _vision_dims(self) -> dict[str, int]:
+        tower = self.vision
+        if tower is None:
+            return {}
+        return {
+            "v_hidden": tower.hidden,
+            "v_ffn": tower.ffn,
+            "v_qkv": 3 * tower.hidden,
+            "v_merged": tower.merge**2 * tower.hidden,
+            "v_places": tower.places,
+            "v_channels": tower.channels,
+            "v_frames": tower.frames,
+            "v_patch": tower.patch,
         }

@@ -10,11 +10,25 @@ from megarl.models.families import (
     mistral,
     mixtral,
     qwen2,
+    qwen2_5_vl,
     qwen3,
     qwen3_moe,
+    qwen3_vl,
 )
 from megarl.models.families.base import Family
 
-_MODULES = (deepseek_v3, glm4_moe, glm4_moe_lite, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
+_MODULES = (
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_5_vl,
+    qwen3,
+    qwen3_moe,
+    qwen3_vl,
+)
 
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}

@@ -23,6 +23,10 @@ class Family:
 
     `engine_keys`: keys of `config.json` without which vLLM fails or computes another model, with the one value that is
     right. Published files have them, `transformers` does not write them.
+
+    For models that see: `language(raw)` returns the config of the language model in the form of a text model's,
+    `vision(info)` the rules of the tower, which come before `rules`, and `aliases` the prefixes under which files have
+    names of the table: (theirs, the table's).
     """
 
     name: str
@@ -33,6 +37,13 @@ class Family:
     left_out: Callable[[ModelInfo], tuple[str, ...]] = lambda info: ()
     redundant: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
     engine_keys: Mapping[str, object] = field(default_factory=dict)
+    language: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw: raw
+    vision: Callable[[ModelInfo], tuple[Rule, ...]] = lambda info: ()
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    def rules_of(self, info: ModelInfo) -> tuple[Rule, ...]:
+        """Return all rules of a model of this family."""
+        return self.vision(info) + self.rules
 
 
 HF, MEGATRON = "model.layers.{layer}", "decoder.layers.{layer}"

@@ -20,7 +20,7 @@ from megarl.models.architecture.mapping import Entry
 from megarl.models.families import FAMILIES
 from megarl.models.hf.read_config import load_info
 from megarl.models.hf.safetensors import DTYPES, TensorRecord, read_records
-from megarl.models.megatron.shards import table
+from megarl.models.megatron.shards import EMBEDDING, table
 
 READAHEAD_BYTES = 2**21
 LISTED = 20  # names that an error message lists at most
@@ -100,7 +100,7 @@ class HFDirectory:
         self.path = Path(path)
         self.info = info or load_info(self.path)
         self.entries = table(self.info)
-        self.records = read_records(self.path)
+        self.records = _by_table_names(read_records(self.path), self.info)
         check_tensors(self.path, self.records, self.entries, self.info)
         self.left_out = [name for name in self.records if is_left_out(name, self.info)]
         self._maps: dict[Path, tuple[MappedFile, int]] = {}
@@ -153,13 +153,25 @@ class HFDirectory:
         return mapped, DTYPES[record.dtype], record.shape, start + record.begin
 
     def _check_redundant_head(self) -> None:
-        name = "model.embed_tokens.weight"
+        (name,) = self.entries[EMBEDDING].names
         stop = self.shape(name)[0]
         if not torch.equal(self.rows(name, 0, stop), self.rows("lm_head.weight", 0, stop)):
             raise ValueError(
                 f"{self.path}: the embeddings are tied, but lm_head.weight differs from {name}; "
                 "set tie_word_embeddings to false or remove lm_head.weight"
             )
+
+
+def _by_table_names(records: dict[str, TensorRecord], info: ModelInfo) -> dict[str, TensorRecord]:
+    """Return the files' tensors by the names of the family's table. Raises ValueError for one in two places."""
+    renamed: dict[str, TensorRecord] = {}
+    for name, record in records.items():
+        pairs = FAMILIES[info.family].aliases
+        own = next((ours + name.removeprefix(theirs) for theirs, ours in pairs if name.startswith(theirs)), name)
+        if own in renamed:
+            raise ValueError(f"tensor {own} is in {renamed[own].file} and, under another name, in {record.file}")
+        renamed[own] = record
+    return renamed
 
 
 def check_tensors(

@@ -270,9 +270,13 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
 
 def exported_config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return the `config.json` of exported weights: with their dtype, without the layers that are left out (MTP)."""
-    changed = dict(config)
+    changed, name = dict(config), str(dtype).removeprefix("torch.")
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:  # a reader takes either
-        changed[key] = str(dtype).removeprefix("torch.")
+        changed[key] = name
+    for part in ("text_config", "vision_config"):
+        if isinstance(config.get(part), dict):
+            given = {key: name for key in ("torch_dtype", "dtype") if config[part].get(key)}
+            changed[part] = {**config[part], **given}
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
         if config.get(key):
             changed[key] = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def load_info(model_dir: Path | str) -> ModelInfo:
         raw = json.loads(path.read_text())
         if not isinstance(raw, dict):
             raise ValueError("it must be a JSON object")
-        return info_from_config(raw)
+        return _with_pixels(info_from_config(raw), path.parent)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         # The others come from a field of the wrong type, or a size of 0, at the first place that uses it.
         what = f"missing key {error}" if isinstance(error, KeyError) else str(error)
@@ -59,7 +60,7 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
         if not names:
             raise ValueError(f"'architectures' is missing: write the model's own as a list; supported: {supported}")
         raise ValueError(f"architecture {names} is not supported; supported: {supported}")
-    given, raw = raw, {**family.defaults, **raw}
+    given, raw = raw, {**family.defaults, **family.language(raw)}
     _refuse(raw)
     for name, most in _LARGEST.items():
         if not 0 < int(raw[name]) <= most:
@@ -89,6 +90,21 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
     if "rotary_dim" not in fields and rotary_share(raw) != 1:
         raise ValueError("partial_rotary_factor other than 1 is not supported in this family")
     return ModelInfo(**fields)
+
+
+def _with_pixels(info: ModelInfo, directory: Path) -> ModelInfo:
+    """Return `info` with the mean and std of the directory's image processor; without its file, those of the family."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if info.vision is None or not (directory / name).is_file():
+            continue
+        found = json.loads((directory / name).read_text())
+        own = found.get("image_processor", found)
+        for key, wanted in (("do_normalize", True), ("do_rescale", True), ("rescale_factor", 1 / 255)):
+            if own.get(key, wanted) != wanted:
+                raise ValueError(f"{name}: {key}={own[key]!r} is not supported; supported: {wanted}")
+        mean, std = own.get("image_mean", info.vision.mean), own.get("image_std", info.vision.std)
+        return replace(info, vision=replace(info.vision, mean=tuple(mean), std=tuple(std)))
+    return info
 
 
 def _positions(raw: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> int:

@@ -54,6 +54,9 @@ def transformer_config(
         fields.update(_mixture(info))
     if info.mla:
         fields.update(_latent_attention(info, info.mla))
+    if info.vision:
+        # Transformer Engine's kernel takes the angles of the first tokens for every sequence of a packing.
+        fields["apply_rope_fusion"] = False
     fields.update(overrides or {})
     try:
         return (MLATransformerConfig if info.mla else TransformerConfig)(**fields)
@@ -74,23 +77,29 @@ def build_model(info: ModelInfo, tf_config: TransformerConfig, layout: Layout) -
 def _build_chunk(info: ModelInfo, config: TransformerConfig, layout: Layout, stage: int | None) -> GPTModel:
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=block_spec(info, config, stage),
-        vocab_size=padded_vocab(info, layout.tensor),
-        max_sequence_length=info.max_positions,
-        pre_process=first,
-        post_process=last,
-        parallel_output=True,
-        share_embeddings_and_output_weights=info.tied,
-        position_embedding_type="rope",
-        rotary_base=int(info.rope_theta),
-        vp_stage=stage,
-    )
+    arguments: dict[str, Any] = {
+        "config": config,
+        "transformer_layer_spec": block_spec(info, config, stage),
+        "vocab_size": padded_vocab(info, layout.tensor),
+        "max_sequence_length": info.max_positions,
+        "pre_process": first,
+        "post_process": last,
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": info.tied,
+        "rotary_base": int(info.rope_theta),
+        "vp_stage": stage,
+    }
     device = platforms.current().device
-    if info.mla is None:
-        frequencies_F = inverse_frequencies(info.rotary_dim or info.head_dim, info.rope_theta, info.rope_scaling)
-        model.rotary_pos_emb.inv_freq = frequencies_F.to(device)
+    if info.vision is not None:
+        from megarl.models.megatron.vision_model import VisionGPTModel
+
+        model: GPTModel = VisionGPTModel(info, info.vision, device, **arguments)
+    else:
+        model = GPTModel(**arguments, position_embedding_type="rope")
+        if info.mla is None:
+            dim = info.rotary_dim or info.head_dim
+            frequencies_F = inverse_frequencies(dim, info.rope_theta, info.rope_scaling)
+            model.rotary_pos_emb.inv_freq = frequencies_F.to(device)
     if platforms.current().is_cuda:
         model = model.to(device)
     return model
@@ -112,6 +121,7 @@ def _architecture(info: ModelInfo) -> dict[str, Any]:
         "add_bias_linear": False,
         "add_qkv_bias": info.qkv_bias,
         "qk_layernorm": info.qk_norm,
+        "mrope_section": None if info.vision is None else list(info.vision.rope_sections),
         # A query sees itself and the window - 1 tokens before it.
         "window_size": None if info.window is None else (info.window - 1, 0),
         # YaRN scales both rotated queries and keys, which equals scaling their products by the square.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
 EMBEDDING = "embedding.word_embeddings.weight"
+FIRST_STAGE = ("embedding.", "visual.")  # what the first pipeline stage has besides its layers
 TIED_COPY = "output_layer.weight"  # in the last pipeline stage of a tied model, a copy of EMBEDDING
 
 
@@ -46,7 +47,7 @@ def table(info: ModelInfo) -> dict[str, Entry]:
     """
     entries: dict[str, Entry] = {}
     readers: dict[str, str] = {}  # Hugging Face name -> the Megatron name made of it
-    for entry in expand(FAMILIES[info.family].rules, info):
+    for entry in expand(FAMILIES[info.family].rules_of(info), info):
         if entry.megatron in entries:
             raise ValueError(f"family {info.family}: two rules make {entry.megatron}")
         entries[entry.megatron] = entry
@@ -120,7 +121,7 @@ class _Place:
 
     layers: tuple[dict[int, int], ...]
     experts: range
-    first: bool  # holds the embedding
+    first: bool  # holds the embedding, and the vision tower
     last: bool  # holds the final norm and the output layer
 
     @classmethod
@@ -139,7 +140,7 @@ class _Place:
 
     def holds(self, entry: Entry) -> bool:
         if entry.layer is None:
-            return self.first if entry.megatron == EMBEDDING else self.last
+            return self.first if entry.megatron.startswith(FIRST_STAGE) else self.last
         mine = any(entry.layer in layers.values() for layers in self.layers)
         return mine and (entry.expert is None or entry.expert in self.experts)
 

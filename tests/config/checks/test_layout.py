@@ -75,12 +75,22 @@ LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
         {"trainer__gpus": 4, "trainer__parallel": {"tensor": 2, "sequence": True, "expert": 2}},
         "uneven all-gather",
     ),
+    (
+        "qwen3_vl",
+        {"trainer__gpus": 4, "trainer__parallel": {"pipeline": 4}},
+        "trainer.parallel.pipeline: the first 2 layers take image features (deepstack)",
+    ),
+    ("qwen2_5_vl", {"megatron__transformer": {"apply_rope_fusion": True}}, "the image positions of the first one"),
 ]
 
 
 @pytest.mark.parametrize(("family", "changes", "reported"), LAYOUTS, ids=lambda value: str(value)[:60])
 def test_impossible_layouts(models: Models, family: str, changes: dict[str, Any], reported: str) -> None:
     assert any(reported in problem for problem in problems(models[family], **changes))
+
+
+def test_a_first_stage_with_all_layers_of_deepstack_passes(models: Models) -> None:
+    assert problems(models["qwen3_vl"], trainer__gpus=2, trainer__parallel={"pipeline": 2}) == []
 
 
 def test_key_value_heads_may_be_fewer_than_ranks(models: Models) -> None:

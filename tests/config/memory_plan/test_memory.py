@@ -35,6 +35,8 @@ CASES: list[Case] = [
     ("qwen3_moe", {"expert": 2}, "fp32", {"megatron__transformer": SELECTIVE}),
     ("mistral", {"tensor": 2}, "fp32", {}),
     ("mixtral", {"expert": 2}, "bf16", {}),
+    ("qwen2_5_vl", {"tensor": 2, "sequence": True}, "bf16", {}),
+    ("qwen3_vl", {"pipeline": 2}, "fp32", {"model__vision__train": "all"}),
     ("deepseek_v3", {"expert": 2}, "bf16", {}),
     ("deepseek_v3", {"tensor": 2, "sequence": True}, "fp32", {}),
     ("glm4_moe", {"tensor": 2, "sequence": True}, "bf16", {}),

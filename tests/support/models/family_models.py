@@ -10,6 +10,7 @@ import torch
 
 from megarl import platforms
 from tests.support.models.tiny import make_tiny_model
+from tests.support.models.tiny_vision import make_tiny_vision
 
 # `transformers` must give the same answers with the CPU emulation active as without.
 platforms.activate()
@@ -105,6 +106,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         {"rms_norm_eps": 1e-5, "first_k_dense_replace": None, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2},
     ),
 }
+VISION = ("qwen2_5_vl", "qwen3_vl")  # compared with transformers in tests/trainer/test_vision.py
 MOE = ("deepseek_v3", "glm4_moe", "glm4_moe_air", "glm4_moe_lite", "mixtral", "moonlight", "qwen3_moe")
 # Single tokens, equal neighbours, one long text alone, totals that TP must pad.
 LENGTHS = [(5, 5, 17, 60), (45,), (7, 1, 9), (3, 3, 4)]
@@ -116,10 +118,13 @@ def make_batch() -> Batch:
 
 
 def family_models(root: Path) -> Callable[[str], Path]:
-    """A function from a name of MODELS to the directory of that model below `root`; each is written once."""
+    """A function from a name of MODELS or VISION to that model's directory below `root`; each is written once."""
 
     @cache
     def make(name: str) -> Path:
+        if name in VISION:
+            (root / name).mkdir()
+            return make_tiny_vision(root / name, name)
         family, changes = MODELS[name]
         shape = {"num_hidden_layers": 4, "vocab_size": VOCAB, **changes}
         if "rope_parameters" in shape:

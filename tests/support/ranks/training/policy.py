@@ -20,7 +20,7 @@ from megarl.config.schema import Config
 from megarl.models.hf.export import HFExporter
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.layout import Layout
-from megarl.models.megatron.shards import table
+from megarl.models.megatron.shards import local_shards, table
 from megarl.trainer import parallel
 from megarl.trainer import policy as policy_module
 from megarl.trainer.batch import TrainSample
@@ -73,7 +73,8 @@ def exported(policy: Policy) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
-    """The reduced gradients under Hugging Face names; with a distributed optimizer its shards are joined first."""
+    """The reduced gradients of what is trained under Hugging Face names; with a distributed optimizer its shards are
+    joined first."""
     for chunk in policy.module_chunks:
         if not chunk.ddp_config.use_distributed_optimizer:
             continue
@@ -90,13 +91,16 @@ def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
         for module in chunk.modules()
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
     ]
+    shards = local_shards(policy.module_chunks, policy.info, table(policy.info))
+    fixed = {name for shard in shards for name in shard.entry.names if not shard.parameter.requires_grad}
     for module, name, parameter in places:
         if parameter not in stand_ins:
-            stand_ins[parameter] = torch.nn.Parameter(parameter.main_grad, requires_grad=False)
+            gradient = parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
+            stand_ins[parameter] = torch.nn.Parameter(gradient, requires_grad=False)
             stand_ins[parameter].__dict__.update(parameter.__dict__)  # which of them are sharded, and how
         module._parameters[name] = stand_ins[parameter]
     buffers = {name for entry in table(policy.info).values() if entry.rule.buffer for name in entry.names}
-    gradients = {name: value for name, value in exported(policy).items() if name not in buffers}
+    gradients = {name: value for name, value in exported(policy).items() if name not in buffers | fixed}
     for module, name, parameter in places:
         module._parameters[name] = parameter
     return gradients

@@ -1,0 +1,255 @@
+"""The language model of a model that sees: image features take the place of image tokens before the first layer.
+
+The vision tower is Hugging Face's module, whole on every tensor rank of the first pipeline stage. The embedding returns
+all tokens, the features are put among them, and then the sequence is split over the tensor ranks. The backward pass of
+that split gathers, so each tensor rank has the tower's full gradient, and nothing is summed over them.
+
+Shapes: T packed tokens, I image tokens among them, N distinct images, P patches, C numbers of a patch, M image
+features (P / merge²), H hidden size of the language model, F frequencies of its RoPE, one for two channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from megarl import platforms
+from megarl.models.architecture.architecture import ModelInfo, VisionTower
+from megarl.models.architecture.rope import inverse_frequencies
+from megarl.models.families.vision import PROJECTOR, TOWER
+
+Trained = Literal["none", "projector", "all"]
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """The images of a packed micro-batch, each distinct one once."""
+
+    grids_N3: Tensor  # int64: 1, and height and width of each image in patches
+    rows_I: Tensor  # int64: the row of T of each image token
+    features_I: Tensor  # int64: the row of M that belongs there
+    read: Callable[[], Tensor]  # returns the patches of all images, uint8 [P, C] on the CPU
+
+    def to(self, device: torch.device) -> ImageBatch:
+        """Return the same batch with its indices on `device`. Patches go there when they are read."""
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ("rows_I", "features_I")}
+        return replace(self, grids_N3=self.grids_N3.to(device), **moved)
+
+
+class MultimodalRope(torch.nn.Module):
+    """RoPE angles of positions on three axes: time, height, width.
+
+    Megatron-Core's module cannot interleave the axes, and under context parallelism cuts the packed row instead of its
+    sequences.
+    """
+
+    def __init__(self, frequencies_F: Tensor, tower: VisionTower) -> None:
+        super().__init__()
+        sizes = torch.tensor(tower.rope_sections)
+        if int(sizes.sum()) != len(frequencies_F):
+            raise ValueError(f"mrope_section {tower.rope_sections} does not add up to {len(frequencies_F)} frequencies")
+        axes_F = torch.arange(3).repeat_interleave(sizes)
+        if tower.rope_interleaved:
+            axes_F = torch.zeros_like(axes_F)
+            for axis in (1, 2):
+                axes_F[axis : 3 * tower.rope_sections[axis] : 3] = axis
+        self.inv_freq, self._axes_F = frequencies_F, axes_F.to(frequencies_F.device)
+
+    def forward(self, position_ids: Tensor, mrope_section: Sequence[int], cp_group: object = None) -> Tensor:
+        """Return the angles [T, 1, 1, 2F] of positions [3, 1, T]."""
+        angles_TF = position_ids[:, 0].float()[self._axes_F].T * self.inv_freq
+        return torch.cat([angles_TF, angles_TF], -1)[:, None, None]
+
+
+@dataclass
+class _DeepstackParams(PackedSeqParams):
+    """Megatron's description of a packing, with what the first layers add to their outputs.
+
+    It reaches every layer also where Megatron recomputes it. `rows`: int64, the rows of this tensor rank's hidden
+    states; `features`: for each of these layers, [number of rows, H].
+    """
+
+    rows: Tensor | None = None
+    features: tuple[Tensor, ...] = ()
+
+
+class _Context(FunctionCtx):
+    """Autograd's context, with what `_LateGradient` keeps."""
+
+    leaves: tuple[Tensor, ...]
+
+
+class _LateGradient(torch.autograd.Function):
+    """Returns its first argument. Its gradient comes after those of `leaves`, which it hands to `features`.
+
+    Layers that are recomputed run a backward pass of their own. It must end at leaves: the tower's graph, which the
+    features have in common, would be freed by the first of these passes.
+    """
+
+    @staticmethod
+    def forward(ctx: _Context, hidden: Tensor, leaves: tuple[Tensor, ...], *features: Tensor) -> Tensor:
+        ctx.leaves = leaves
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None, *(leaf.grad for leaf in ctx.leaves)
+
+
+class VisionGPTModel(GPTModel):
+    """A GPTModel chunk of a model that sees; on the first stage it has the tower as `visual`."""
+
+    def __init__(self, info: ModelInfo, tower: VisionTower, device: torch.device, **arguments: object) -> None:
+        """`arguments`: of GPTModel."""
+        super().__init__(**arguments, position_embedding_type="mrope", scatter_embedding_sequence_parallel=False)
+        self.tower = tower
+        frequencies_F = inverse_frequencies(info.head_dim, info.rope_theta, info.rope_scaling)
+        self.rotary_pos_emb = MultimodalRope(frequencies_F.to(device), tower)
+        if not self.pre_process:
+            return
+        if len(self.decoder.layers) < len(tower.deepstack):
+            raise ValueError(
+                f"the first {len(tower.deepstack)} layers take image features (deepstack), and the first pipeline "
+                f"stage has {len(self.decoder.layers)}; use fewer stages"
+            )
+        self.visual = _build_tower(info, self.config, device)
+        for index in range(len(tower.deepstack)):
+            self.decoder.layers[index].register_forward_hook(_adds_features(index), with_kwargs=True)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        images: ImageBatch | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: Tensor | None = None,
+        **options: object,
+    ) -> Tensor:
+        """Return what GPTModel returns. `position_ids`: int64 [3, 1, T]; `images` matter on the first stage only."""
+        hidden_T1H = None
+        if self.pre_process:
+            hidden_T1H = self.embedding(input_ids=input_ids, position_ids=None)
+            if images is not None:
+                hidden_T1H, packed_seq_params = self._with_images(hidden_T1H, images, packed_seq_params)
+            elif self.training and torch.is_grad_enabled() and self.trains_vision:
+                hidden_T1H = hidden_T1H + self._zero()
+            if self.config.sequence_parallel:
+                hidden_T1H = mappings.scatter_to_sequence_parallel_region(hidden_T1H)
+                if padding_mask is not None:  # Megatron does it only where it embeds the tokens itself
+                    padding_mask = mappings.scatter_to_sequence_parallel_region(padding_mask.T.contiguous()).T
+        return super().forward(
+            input_ids,
+            position_ids,
+            attention_mask,
+            decoder_input=hidden_T1H,
+            packed_seq_params=packed_seq_params,
+            padding_mask=padding_mask,
+            **options,
+        )
+
+    @property
+    def trains_vision(self) -> bool:
+        """True if a part of the tower, which this chunk then has, is trained."""
+        return any(parameter.requires_grad for parameter in self.visual.parameters())
+
+    def _with_images(
+        self, hidden_T1H: Tensor, images: ImageBatch, packing: PackedSeqParams | None
+    ) -> tuple[Tensor, PackedSeqParams | None]:
+        """Return the hidden states with image features in their places, and the packing with deepstack's features."""
+        with nullcontext() if self.trains_vision else torch.no_grad():
+            features_MH, *deeper = self._features(images.read(), images.grids_N3)
+        inserted_I1H = features_MH.index_select(0, images.features_I)[:, None].to(hidden_T1H.dtype)
+        hidden_T1H = hidden_T1H.index_copy(0, images.rows_I, inserted_I1H)
+        if not deeper:
+            return hidden_T1H, packing
+        rows_I, features_I = images.rows_I, images.features_I
+        if self.config.sequence_parallel:
+            # Each tensor rank adds the features of its own rows; their gradients are summed.
+            size = hidden_T1H.shape[0] // parallel_state.get_tensor_model_parallel_world_size()
+            rows_I = rows_I - parallel_state.get_tensor_model_parallel_rank() * size
+            own = (rows_I >= 0) & (rows_I < size)
+            rows_I, features_I = rows_I[own], features_I[own]
+            deeper = [mappings.copy_to_tensor_model_parallel_region(each_MH) for each_MH in deeper]
+        added = tuple(each_MH.index_select(0, features_I) for each_MH in deeper)
+        if any(each.requires_grad for each in added):
+            leaves = tuple(each.detach().requires_grad_() for each in added)
+            hidden_T1H, added = _LateGradient.apply(hidden_T1H, leaves, *added), leaves
+        return hidden_T1H, _DeepstackParams(**vars(packing or PackedSeqParams()), rows=rows_I, features=added)
+
+    def _features(self, patches_PC: Tensor, grids_N3: Tensor) -> list[Tensor]:
+        """Run the tower; return the features [M, H] of the images, and those for each of deepstack's layers."""
+        tower, device = self.tower, grids_N3.device
+        pixels_PCX = patches_PC.to(device, non_blocking=True).float().view(len(patches_PC), tower.channels, -1)
+        mean, std = (torch.tensor(each, device=device)[:, None] for each in (tower.mean, tower.std))
+        pixels_PCX = (pixels_PCX / 255 - mean) / std
+        out = self.visual(pixels_PCX.flatten(1).to(self.config.params_dtype), grid_thw=grids_N3)
+        return [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+
+    def _zero(self) -> Tensor:
+        """Return 0 as a function of all trained parameters of the tower, by way of a blank image.
+
+        DDP reduces gradients while the backward pass runs, and waits for those of every parameter: a micro-batch
+        without images has to give the tower's.
+        """
+        count, device = self.tower.merge**2, platforms.current().device
+        blank_PC = torch.zeros(count, self.tower.patch_size, dtype=torch.uint8)
+        grid_13 = torch.tensor([[1, self.tower.merge, self.tower.merge]], device=device)
+        return torch.stack([each_MH.sum() for each_MH in self._features(blank_PC, grid_13)]).sum() * 0
+
+
+def freeze_vision(chunks: Sequence[torch.nn.Module], trained: Trained) -> None:
+    """Take the gradients of the tower's other parts than `trained` away. Call it before DDP wraps the bare chunks.
+
+    The blocks of a tower that is trained are always recomputed: with four patches a token, what they keep would be more
+    than what the language model keeps.
+    """
+    for chunk in chunks:
+        if not isinstance(chunk, VisionGPTModel) or not chunk.pre_process:
+            continue
+        for name, parameter in chunk.visual.named_parameters():
+            parameter.requires_grad_(
+                trained == "all" or (trained == "projector" and (TOWER + name).startswith(PROJECTOR))
+            )
+            if platforms.current().is_cuda:
+                # Kernels that add in any order let the copies of the tensor ranks drift apart.
+                parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+        if trained == "all":
+            chunk.visual.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _build_tower(info: ModelInfo, config: TransformerConfig, device: torch.device) -> torch.nn.Module:
+    """Build Hugging Face's module with the same random weights on every rank."""
+    from transformers import CONFIG_MAPPING, AutoModel
+
+    vision = CONFIG_MAPPING[info.family].sub_configs["vision_config"](**info.raw["vision_config"])
+    state = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    with state, device if device.type == "cuda" else nullcontext():
+        torch.manual_seed(0)
+        tower: torch.nn.Module = AutoModel.from_config(vision, dtype=config.params_dtype, attn_implementation="sdpa")
+    return tower
+
+
+def _adds_features(index: int) -> Callable[..., Any]:
+    """Return the hook that adds the features of deepstack's layer `index` to its output."""
+
+    def add(layer: torch.nn.Module, inputs: object, options: dict[str, Any], output: tuple[Any, ...]) -> object:
+        packing, (hidden_T1H, *rest) = options["packed_seq_params"], output
+        if not isinstance(packing, _DeepstackParams) or packing.rows is None:
+            return output
+        added_I1H = packing.features[index][:, None].to(hidden_T1H.dtype)
+        return (hidden_T1H.index_add(0, packing.rows, added_I1H), *rest)
+
+    return add

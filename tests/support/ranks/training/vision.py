@@ -1,0 +1,156 @@
+"""The work of one rank with a policy that sees: log-probs, the gradients of a step, and mistakes made on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.checkpoint.save.checkpointer import Checkpointer
+from megarl.models.megatron import vision_model
+from megarl.models.megatron.vision_model import MultimodalRope, VisionGPTModel
+from megarl.trainer.batch import TrainSample
+from megarl.trainer.policy import Policy
+from tests.support.checkout import PROMPTS
+from tests.support.losses.vision_problem import vision_config
+from tests.support.ranks.models.layouts import make_layout
+from tests.support.ranks.training.policy import built_policy, exported, exported_gradients, own_share
+
+Patches = Mapping[str, np.ndarray]
+
+
+def run(
+    model_dir: Path,
+    layout: dict[str, Any],
+    samples: list[TrainSample],
+    patches: Patches,
+    mistake: str = "",
+    steps: int = 1,
+    **changes: Any,
+) -> dict[str, Any]:
+    """The log-probs of this rank's samples by key; and `steps` updates on them: gradients of the last, weights after.
+
+    `mistake`: a key of MISTAKES, made in all of it.
+    """
+    with ExitStack() as stack:
+        policy = stack.enter_context(built_policy(vision_config(model_dir, **changes), make_layout(**layout)))
+        policy.read_patches = lambda image: torch.from_numpy(patches[image.hash])
+        _, mine = own_share(samples)
+        stack.enter_context(MISTAKES[mistake](policy))
+        logprobs = dict(zip([sample.key for sample in mine], policy.compute_logprobs(mine), strict=True))
+        captured: list[dict[str, Tensor]] = []
+        step = policy.optimizer.step
+
+        def capture() -> Any:
+            captured.append(exported_gradients(policy))
+            return step()
+
+        policy.optimizer.step = capture
+        metrics = [policy.update(mine, another_follows=number + 1 < steps) for number in range(steps)]
+        return {
+            "logprobs": logprobs,
+            "metrics": metrics,
+            "gradients": captured[-1] if captured else {},
+            "weights": exported(policy),
+        }
+
+
+def save_and_resume(
+    model_dir: Path, layout: dict[str, Any], samples: list[TrainSample], patches: Patches, root: Path, **changes: Any
+) -> dict[str, Any]:
+    """The weights after an update and after another one; the first update is of a checkpoint in `root` if it has one.
+
+    Without one it is made and saved.
+    """
+    own = {"checkpoint__dir": root, "run__dir": root.with_name(f"{root.name}-run"), "data__path": PROMPTS}
+    with built_policy(vision_config(model_dir, **own, **changes), make_layout(**layout)) as policy:
+        policy.read_patches = lambda image: torch.from_numpy(patches[image.hash])
+        _, mine = own_share(samples)
+        checkpointer = Checkpointer(policy.config, policy, torch.distributed.group.WORLD, lambda said: None)
+        resumed = checkpointer.restore(lambda chosen: None) is not None
+        if not resumed:
+            policy.update(mine)
+            assert checkpointer.save(1, {}) and checkpointer.poll(wait=True)
+        saved = exported(policy)
+        policy.update(mine)
+        return {"resumed": resumed, "saved": saved, "end": exported(policy)}
+
+
+def _towers(policy: Policy) -> Iterator[VisionGPTModel]:
+    for chunk in policy.module_chunks:
+        for module in chunk.modules():
+            if isinstance(module, VisionGPTModel) and module.pre_process:
+                yield module
+
+
+def _flat_positions(policy: Policy) -> AbstractContextManager[Any]:
+    """Positions of text, 0, 1, 2, … on all three axes."""
+
+    def flat(length: int, images: object) -> np.ndarray:
+        return np.tile(np.arange(length), (3, 1))
+
+    return mock.patch("megarl.trainer.packed_images.positions", flat)
+
+
+def _blank(policy: Policy) -> AbstractContextManager[Any]:
+    read = policy.read_patches
+    assert read is not None
+    policy.read_patches = lambda image: torch.zeros_like(read(image))
+    return nullcontext()
+
+
+def _normalised_twice(policy: Policy) -> AbstractContextManager[Any]:
+    features = VisionGPTModel._features
+
+    def twice(self: VisionGPTModel, patches: Tensor, grids: Tensor) -> list[Tensor]:
+        again = patches.float().view(len(patches), 3, -1) / 255
+        mean, std = (torch.tensor(each)[:, None] for each in (self.tower.mean, self.tower.std))
+        return features(self, ((again - mean) / std).flatten(1), grids)
+
+    return mock.patch.object(VisionGPTModel, "_features", twice)
+
+
+@contextmanager
+def _summed_over_tensor_ranks(policy: Policy) -> Iterator[None]:
+    """Mark the tower's gradients as shares of the tensor ranks, as those of layer norms are under SP."""
+    for tower in _towers(policy):
+        for parameter in tower.visual.parameters():
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+    yield
+
+
+@contextmanager
+def _axes_in_blocks(policy: Policy) -> Iterator[None]:
+    """The axes of RoPE in blocks where they alternate, and the other way round."""
+    for chunk in policy.module_chunks:
+        for module in chunk.modules():
+            if isinstance(module, MultimodalRope):
+                module._axes_F = module._axes_F.flip(0)
+    yield
+
+
+def _deepstack_one_layer_late(policy: Policy) -> AbstractContextManager[Any]:
+    for tower in _towers(policy):
+        for layer in tower.decoder.layers:
+            layer._forward_hooks.clear()
+            layer._forward_hooks_with_kwargs.clear()
+        for index in range(len(tower.tower.deepstack)):
+            tower.decoder.layers[index + 1].register_forward_hook(vision_model._adds_features(index), with_kwargs=True)
+    return nullcontext()
+
+
+MISTAKES: dict[str, Callable[[Policy], AbstractContextManager[Any]]] = {
+    "": lambda policy: nullcontext(),
+    "flat positions": _flat_positions,
+    "blank image": _blank,
+    "normalised twice": _normalised_twice,
+    "summed over tensor ranks": _summed_over_tensor_ranks,
+    "axes in blocks": _axes_in_blocks,
+    "deepstack one layer late": _deepstack_one_layer_late,
+}

@@ -1,0 +1,248 @@
+"""Models that see under every layout against transformers, in fp32: log-probs, gradients of language and tower."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.trainer.batch import TrainSample
+from tests.support.checkout import ROOT, environment
+from tests.support.losses.vision_problem import (
+    patches_of,
+    plain_logprobs,
+    plain_vision_gradients,
+    reference_model,
+    vision_samples,
+)
+from tests.support.models.tensors import merge, read_hf, worst
+from tests.support.models.tiny_vision import make_tiny_vision
+
+pytestmark = pytest.mark.world
+
+LOGPROBS, GRADIENT = 1e-5, 1e-5
+SP2 = {"tensor": 2, "sequence": True}
+ALL = {"model__vision__train": "all"}
+Case = tuple[int, str, dict[str, Any], dict[str, Any]]
+FAST: list[Case] = [
+    (1, "qwen2_5_vl", {}, ALL),
+    (2, "qwen2_5_vl", SP2, ALL),
+    (2, "qwen2_5_vl", {"pipeline": 2}, ALL),
+    (2, "qwen2_5_vl", {}, ALL | {"steps": 2}),
+    (1, "qwen3_vl", {}, ALL),
+    (2, "qwen3_vl", SP2, ALL),
+]
+FULL: list[Case] = [
+    (2, "qwen2_5_vl", {"tensor": 2}, ALL),
+    (2, "qwen2_5_vl", {"pipeline": 2, "virtual_pipeline": 2}, ALL),
+    (4, "qwen2_5_vl", {"pipeline": 2, **SP2}, ALL),
+    (4, "qwen2_5_vl", SP2, ALL),
+    (2, "qwen2_5_vl", SP2, ALL | {"trainer__recompute": "full"}),
+    (2, "qwen3_vl", {"tensor": 2}, ALL),
+    (2, "qwen3_vl", {"pipeline": 2}, ALL),
+    (2, "qwen3_vl", {}, ALL),
+    (2, "qwen3_vl", SP2, ALL | {"trainer__recompute": "full"}),
+    (4, "qwen3_vl", {"pipeline": 2, **SP2}, ALL),
+]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root, made = tmp_path_factory.mktemp("vision-models"), dict[str, Path]()
+
+    def make(family: str) -> Path:
+        if family not in made:
+            (root / family).mkdir()
+            made[family] = make_tiny_vision(root / family, family)
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def samples_of(model_dir: Callable[[str], Path]) -> Callable[[str], list[TrainSample]]:
+    made = dict[str, list[TrainSample]]()
+
+    def make(family: str) -> list[TrainSample]:
+        if family not in made:
+            made[family] = vision_samples(model_dir(family))
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def ran(
+    world: Callable[[int], Any],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+) -> Callable[..., dict[str, Any]]:
+    def get(ranks: int, family: str, layout: dict[str, Any], **options: Any) -> dict[str, Any]:
+        arguments = {"samples": samples_of(family), "patches": patches_of(model_dir(family)), **options}
+        results = world(ranks).run(
+            "tests.support.ranks.training.vision:run", model_dir=model_dir(family), layout=layout, **arguments
+        )
+        return {
+            "logprobs": {key: value for result in results for key, value in result["logprobs"].items()},
+            "gradients": merge([result["gradients"] for result in results]),
+            "weights": merge([result["weights"] for result in results]),
+        }
+
+    return get
+
+
+def gap(got: dict[str, Any], model_dir: Path, samples: list[TrainSample]) -> float:
+    """The largest difference of log-probs from transformers'."""
+    model = reference_model(model_dir)
+    with torch.no_grad():
+        return max(
+            float((got["logprobs"][each.key] - plain_logprobs(model, each, model_dir)).abs().max()) for each in samples
+        )
+
+
+def table_names(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients of transformers' parameters by the names of the published files."""
+    return {
+        name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): value
+        for name, value in gradients.items()
+    }
+
+
+def ids(case: Case) -> str:
+    ranks, model, layout, options = case
+    return "-".join([str(ranks), model, *(f"{k}{v}" for k, v in layout.items()), *(f"{v}" for v in options.values())])
+
+
+def check(
+    case: Case,
+    ran: Callable[..., dict[str, Any]],
+    model_dir: Callable[[str], Path],
+    samples_of: Callable[[str], list[TrainSample]],
+) -> None:
+    ranks, family, layout, options = case
+    got, samples = ran(ranks, family, layout, **options), samples_of(family)
+    assert gap(got, model_dir(family), samples) <= LOGPROBS
+    if "steps" not in options:
+        wanted = table_names(plain_vision_gradients(model_dir(family), samples))
+        assert set(got["gradients"]) == set(wanted)
+        assert worst(got["gradients"], wanted) <= GRADIENT
+
+
+@pytest.mark.parametrize("case", FAST, ids=ids)
+def test_equals_transformers(case: Case, ran: Any, model_dir: Any, samples_of: Any) -> None:
+    check(case, ran, model_dir, samples_of)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FULL, ids=ids)
+def test_equals_transformers_everywhere(case: Case, ran: Any, model_dir: Any, samples_of: Any) -> None:
+    check(case, ran, model_dir, samples_of)
+
+
+@pytest.mark.parametrize(
+    ("family", "mistake"),
+    [
+        ("qwen2_5_vl", "flat positions"),
+        ("qwen2_5_vl", "axes in blocks"),
+        ("qwen2_5_vl", "blank image"),
+        ("qwen2_5_vl", "normalised twice"),
+        ("qwen3_vl", "axes in blocks"),
+        ("qwen3_vl", "deepstack one layer late"),
+    ],
+)
+def test_a_mistake_shows_in_the_logprobs(family: str, mistake: str, ran: Any, model_dir: Any, samples_of: Any) -> None:
+    got = ran(1, family, {}, mistake=mistake, steps=0)
+    assert gap(got, model_dir(family), samples_of(family)) > 0.01
+
+
+def test_the_image_of_another_prompt_shows_in_the_logprobs(ran: Any, model_dir: Any, samples_of: Any) -> None:
+    directory = model_dir("qwen2_5_vl")
+    shown = patches_of(directory)
+    got = ran(1, "qwen2_5_vl", {}, patches={**shown, "a": shown["a"][::-1].copy()}, steps=0)
+    assert gap(got, directory, samples_of("qwen2_5_vl")) > 0.01
+
+
+def test_a_tower_gradient_summed_over_tensor_ranks_shows(ran: Any, model_dir: Any, samples_of: Any) -> None:
+    family = "qwen2_5_vl"
+    got = ran(2, family, SP2, mistake="summed over tensor ranks", **ALL)["gradients"]
+    wanted = table_names(plain_vision_gradients(model_dir(family), samples_of(family)))
+    towers = [{name: each[name] for name in wanted if name.startswith("visual.")} for each in (got, wanted)]
+    assert worst(*towers) > 0.9
+
+
+@pytest.mark.parametrize(("trained", "changes"), [("none", 0), ("projector", 5), ("all", 52)])
+def test_the_config_says_what_of_the_tower_is_trained(trained: str, changes: int, ran: Any, model_dir: Any) -> None:
+    got = ran(1, "qwen2_5_vl", {}, model__vision__train=trained)["weights"]
+    before = read_hf(model_dir("qwen2_5_vl"))
+    tower = {name: value for name, value in table_names(before).items() if name.startswith("visual.")}
+    changed = [name for name, value in tower.items() if not torch.equal(got[name], value)]
+    assert len(changed) == changes
+    assert all("merger" in name for name in changed) or trained == "all"
+
+
+def test_what_is_trained_has_the_gradient_of_transformers(ran: Any, model_dir: Any, samples_of: Any) -> None:
+    got = ran(2, "qwen2_5_vl", SP2, model__vision__train="projector")["gradients"]
+    wanted = table_names(plain_vision_gradients(model_dir("qwen2_5_vl"), samples_of("qwen2_5_vl")))
+    assert worst(got, {name: wanted[name] for name in got}) <= GRADIENT
+    assert sum(name.startswith("visual.merger.") for name in got) == 5
+
+
+def test_patches_bound_the_micro_batches(ran: Any, model_dir: Any, samples_of: Any) -> None:
+    one = ran(1, "qwen2_5_vl", {}, **ALL)["gradients"]
+    most = max(sample.image_tokens for sample in samples_of("qwen2_5_vl")) * 4
+    assert worst(ran(1, "qwen2_5_vl", {}, **ALL, trainer__micro_batch_patches=most)["gradients"], one) <= GRADIENT
+    with pytest.raises(AssertionError, match=f"micro_batch_patches={most - 1}; raise it to at least {most}"):
+        ran(1, "qwen2_5_vl", {}, **ALL, trainer__micro_batch_patches=most - 1)
+
+
+def test_a_sampled_image_token_is_text(ran: Any, model_dir: Any, samples_of: Any) -> None:
+    """transformers would take it for a second image, so it is compared with the model that has it as a text's token."""
+    family, swapped = "qwen2_5_vl", []
+    image_token = reference_model(model_dir(family)).config.image_token_id
+    for sample in samples_of(family):
+        swapped.append(replace(sample, response_ids=[*sample.response_ids[:2], image_token, *sample.response_ids[3:]]))
+    got = ran(1, family, {}, samples=swapped, steps=0)
+    before = ran(1, family, {}, steps=0)
+    for sample in swapped:
+        mine, other = got["logprobs"][sample.key], before["logprobs"][sample.key]
+        assert torch.equal(mine[:2], other[:2]) and (mine[3:] - other[3:]).abs().max() > 1e-3
+    text = next(sample for sample in swapped if not sample.images)
+    with torch.no_grad():
+        wanted = plain_logprobs(reference_model(model_dir(family)), text, model_dir(family))
+    assert (got["logprobs"][text.key] - wanted).abs().max() <= LOGPROBS
+
+
+@pytest.mark.parametrize("trained", ["projector", "all"])
+def test_a_checkpoint_goes_on_in_another_layout(
+    trained: str, world: Callable[[int], Any], model_dir: Any, samples_of: Any, tmp_path: Path
+) -> None:
+    family, results = "qwen2_5_vl", []
+    for layout in (SP2, {"pipeline": 2}):
+        parts = world(2).run(
+            "tests.support.ranks.training.vision:save_and_resume",
+            model_dir=model_dir(family), layout=layout, samples=samples_of(family),
+            patches=patches_of(model_dir(family)), root=tmp_path / "checkpoints", model__vision__train=trained,
+        )  # fmt: skip
+        results.append({name: merge([part[name] for part in parts]) for name in ("saved", "end")})
+        assert {part["resumed"] for part in parts} == {layout != SP2}
+    (saved, end), (loaded, resumed) = (each.values() for each in results)
+    assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+    before = read_hf(model_dir(family))
+    updates = [{name: each[name] - before[name] for name in end if not torch.equal(end[name], before[name])}
+               for each in (end, resumed)]  # fmt: skip
+    assert worst(*updates) <= 1e-3
+
+
+def test_a_trainer_of_text_imports_nothing_of_vision() -> None:
+    modules = "megarl.trainer.policy", "megarl.models.megatron.build_model", "megarl.config.memory_plan.plan"
+    program = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=True)
+    wrong = ("vision_model", "packed_images", "PIL.Image", "transformers.models.qwen")
+    assert [name for name in ran.stdout.split() if any(part in name for part in wrong)] == []
