@@ -92,8 +92,8 @@ def _stage_problems(trainer: TrainerConfig, megatron: MegatronConfig, info: Mode
         deepstack = len(info.vision.deepstack) if info.vision else 0
         if chunks[0] < deepstack:
             yield (
-                f"trainer.parallel.pipeline: the first {deepstack} layers take image features (deepstack) and must be on "
-                f"the first stage, which has {chunks[0]}; use fewer stages"
+                f"trainer.parallel.pipeline: the first {deepstack} layers take image features (deepstack) and must be "
+                f"on the first stage, which has {chunks[0]}; use fewer stages"
             )
 
 

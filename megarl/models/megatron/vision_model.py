@@ -227,7 +227,7 @@ def freeze_vision(chunks: Sequence[torch.nn.Module], trained: Trained) -> None:
                 # Kernels that add in any order let the copies of the tensor ranks drift apart.
                 parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         if trained == "all":
-            chunk.visual.gradient_checkpointing_enable({"use_reentrant": False})
+            chunk.visual.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
 
 
 def _build_tower(info: ModelInfo, config: TransformerConfig, device: torch.device) -> torch.nn.Module:
