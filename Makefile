@@ -152,9 +152,10 @@ nightly-runs: setup-test  ## Whole runs: modes, agents, harnesses, rewards that 
 	  tests/system/test_modes.py tests/system/test_monitor.py tests/system/test_observed_run.py \
 	  tests/system/test_pool_changes.py tests/system/test_resumed_runs.py tests/system/test_train.py $(PARALLEL)
 
-nightly-learning: setup-test  ## Runs that must learn, and their controls that must not; the examples.
+nightly-learning: setup-test  ## Runs that must learn, and their controls that must not; the examples; the commands of the pages.
 	$(PY) -m pytest -m slow tests/system/test_quickstart.py tests/system/test_calculator.py \
-	  tests/system/test_demonstrations.py tests/system/test_distillation.py tests/system/test_examples.py $(PARALLEL)
+	  tests/system/test_demonstrations.py tests/system/test_distillation.py tests/system/test_examples.py \
+	  tests/system/test_commands_of_pages.py $(PARALLEL)
 
 nightly-recipes: setup-test  ## Every recipe's small twin, converted models, and replays under other layouts.
 	$(PY) -m pytest -m slow tests/system/test_recipe_twins.py tests/system/test_replay_under_other_layouts.py \

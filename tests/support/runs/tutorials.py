@@ -51,7 +51,7 @@ class Checkout:
         self._bin = directory / "bin"
         self._bin.mkdir(parents=True)
         (directory / "examples").symlink_to(ROOT / "examples")
-        programs = {"python": "", "megarl": " -m megarl", "torchrun": " -m megarl.cluster.torchrun.run"}
+        programs = {"python": "", "python3": "", "megarl": " -m megarl", "torchrun": " -m megarl.cluster.torchrun.run"}
         for name, starts in programs.items():
             (self._bin / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{starts} "$@"\n')
             (self._bin / name).chmod(0o755)
