@@ -92,7 +92,7 @@ class SharedGpus:
         self._held = HeldMemory()
         kept = {} if planned is None else {"engine": planned.asleep, "trainer": planned.parked}
         if kept and platforms.current().is_cuda:
-            kept["engine"] += kept["trainer"]  # what a GPU has in use cannot be told apart
+            kept["engine"] += kept["trainer"]  # what a GPU has in use cannot be divided
         self.residue = Residue(kept)
 
     @property

@@ -250,7 +250,7 @@ def test_its_engines_may_be_on_the_gpus_of_the_policys(student: Path, teacher: P
 
 
 @pytest.mark.parametrize(
-    ("own", "rollout", "told"),
+    ("own", "rollout", "said"),
     [
         ({"gpu_memory_utilization": 0.6}, {}, "rollout.gpu_memory_utilization is 0.5 of the same GPU: together 1.1"),
         ({"tensor_parallel": 2}, {}, "only engines of one GPU share it; set teachers.0.tensor_parallel to 1"),
@@ -260,11 +260,11 @@ def test_its_engines_may_be_on_the_gpus_of_the_policys(student: Path, teacher: P
     ],
 )  # fmt: skip
 def test_two_engines_that_cannot_share_a_gpu_are_refused(
-    student: Path, teacher: Path, data: Path, own: dict[str, Any], rollout: dict[str, Any], told: str
+    student: Path, teacher: Path, data: Path, own: dict[str, Any], rollout: dict[str, Any], said: str
 ) -> None:
     found = problems(student, data, [{**SHARING, "path": teacher, **own}], data__teacher="big",
                      rollout={"gpu_memory_utilization": 0.5, **rollout})  # fmt: skip
-    assert sum(told in each for each in found) == 1, found
+    assert sum(said in each for each in found) == 1, found
 
 
 def test_the_plan_adds_up_two_engines_of_one_gpu(student: Path, teacher: Path, data: Path) -> None:

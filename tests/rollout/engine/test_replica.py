@@ -325,8 +325,8 @@ async def test_an_engine_that_dies_in_a_sync_is_noticed_although_its_call_is_nev
     engine.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
     engine.errored = True
     async with asyncio.timeout(20):
-        told = r"replica 3 is dead: its engine's process ended in update_weights \(killed by SIGKILL\)"
-        with pytest.raises(ReplicaFailed, match=told):
+        expected = r"replica 3 is dead: its engine's process ended in update_weights \(killed by SIGKILL\)"
+        with pytest.raises(ReplicaFailed, match=expected):
             await updating
     with pytest.raises(ReplicaFailed, match="replica 3 is dead"):
         await replica.pause()
