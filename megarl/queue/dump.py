@@ -15,16 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.queue.images import ImageRef
 from megarl.queue.streams import STREAMS, stream_column, stream_row
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FORMAT = "5"
+FORMAT = "6"
 # Files of format 1 have neither masks nor streams: all their response tokens are sampled. Before format 3 no tokens of
 # lost updates were trained, before format 4 each sample had one trajectory, and before format 5 no replica is known.
-READABLE = ("1", "2", "3", "4", FORMAT)
+# Before format 6 no prompt had images.
+READABLE = ("1", "2", "3", "4", "5", FORMAT)
 _PART = re.compile(r"step_(\d{6,})\.(\d+)-of-(\d+)\.parquet")
 
 
@@ -152,11 +154,13 @@ def _schema() -> pa.Schema:
 
     span = pa.struct([(name, pa.int64()) for name in ("version", "start", "end", "lost", "epoch", "replica")])
     component = pa.struct([("name", pa.string()), ("value", pa.float64())])
+    image = pa.struct([("hash", pa.string()), *((name, pa.int32()) for name in ("offset", "height", "width"))])
     return pa.schema(
         [
             *((name, _arrow_type(kind)) for name, kind in _PLAIN.items()),
             ("versions", pa.list_(span)),
             ("reward_components", pa.list_(component)),
+            ("images", pa.list_(image)),
             *((stream_column(stream), _arrow_type([_STREAM_TYPES[stream.dtype]])) for stream in STREAMS.from_rollout),
         ]
     )
@@ -182,6 +186,7 @@ def _to_table(step: int, version: int, trajectories: Sequence[Trajectory]) -> pa
             "reward_components": [
                 {"name": name, "value": value} for name, value in trajectory.reward_components.items()
             ],
+            "images": [vars(image) for image in trajectory.images],
             **{
                 stream_column(stream): stream_row(stream, trajectory)
                 for stream in STREAMS.from_rollout
@@ -217,6 +222,7 @@ def _from_row(row: dict[str, Any]) -> Trajectory:
         **{name: row[name] for name in _PLAIN if name in row},
         versions=tuple(VersionSpan(**span) for span in row["versions"]),
         reward_components={item["name"]: item["value"] for item in row["reward_components"]},
+        images=tuple(ImageRef(**image) for image in row.get("images", ())),
         streams={
             stream.name: values
             for stream in STREAMS.from_rollout

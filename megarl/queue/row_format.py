@@ -13,11 +13,12 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from megarl.common.values import packed
+from megarl.queue.images import ImageRef
 from megarl.queue.streams import STREAMS, Stream, stream_row
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan
 
@@ -29,7 +30,8 @@ COLUMN = "trajectory"
 TAG = "tag"
 _HEAD = 4  # numbers in a row's head
 _FIELDS = ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask")  # those that a row has as they are
-_TEXTS = ("failure", "reward_error")  # in the tags, but not of those that every rank reads
+_TEXTS = ("failure", "reward_error")  # in the tags, but not of those that every rank reads; so are images
+_IMAGES = "images"  # in the tags of rows that have some: hash, offset, height and width of each
 _SCALARS = (
     "group_id", "sample_index", "finish_reason", "reward", "reward_components", "status", *_TEXTS, "dataset", "part",
     "demonstrated", "turn_rewards", "turn_starts",
@@ -116,7 +118,8 @@ def _row(trajectory: Trajectory) -> bytes:
 def _tag(trajectory: Trajectory) -> dict[str, str]:
     # One text, because the library copies each value of a tag three times on its way (`copy.deepcopy`).
     # `asdict` would copy every value of every field recursively.
-    return {TAG: json.dumps(vars(trajectory.tag) | {name: getattr(trajectory, name) for name in _TEXTS})}
+    images = {_IMAGES: [astuple(image) for image in trajectory.images]} if trajectory.images else {}
+    return {TAG: json.dumps(vars(trajectory.tag) | {name: getattr(trajectory, name) for name in _TEXTS} | images)}
 
 
 def _content(tag: Mapping[str, str]) -> dict[str, Any]:
@@ -126,7 +129,7 @@ def _content(tag: Mapping[str, str]) -> dict[str, Any]:
 
 def decode_tag(tag: Mapping[str, str]) -> SampleTag:
     """Return the tag of one row."""
-    return SampleTag(**{name: value for name, value in _content(tag).items() if name not in _TEXTS})
+    return SampleTag(**{name: value for name, value in _content(tag).items() if name not in (*_TEXTS, _IMAGES)})
 
 
 def decode(data: TensorDict, tags: Sequence[Mapping[str, str]]) -> list[Trajectory]:
@@ -138,7 +141,8 @@ def decode(data: TensorDict, tags: Sequence[Mapping[str, str]]) -> list[Trajecto
         spans = tuple(VersionSpan(*flat[start : start + _SPAN]) for start in range(0, len(flat), _SPAN))
         own = {name: values[name] for name in _FIELDS} | {name: tag[name] for name in _SCALARS}
         streams = {stream.name: values[stream.name] for stream in STREAMS.from_rollout if stream.name in values}
-        trajectories.append(Trajectory(versions=spans, streams=streams, **own))
+        images = tuple(ImageRef(*image) for image in tag.get(_IMAGES, ()))
+        trajectories.append(Trajectory(versions=spans, streams=streams, images=images, **own))
     return trajectories
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from megarl.common.values import packed
+from megarl.queue.images import ImageRef
 
 FinishReason = Literal["stop", "length", "abort"]
 SampleStatus = Literal["ok", "failed"]
@@ -72,6 +73,7 @@ class Trajectory:
         part: which trajectory of its sample this is. An agent may return several of one sample, with equal rewards.
         turn_rewards: what the model's turns have earned next to `reward`, in order; empty for none. `turn_starts`: the
             first response token of each of these turns.
+        images: the images of the prompt in the order of their offsets; empty for none.
         demonstrated: the response was given with the data and no weights have made it: it has neither versions nor a
             reward, its log-probs are 0, and it is trained by the loss term `ce` alone.
     """
@@ -95,6 +97,7 @@ class Trajectory:
     demonstrated: bool = False
     turn_rewards: list[float] = field(default_factory=list)
     turn_starts: list[int] = field(default_factory=list)
+    images: tuple[ImageRef, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.response_mask:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megarl.queue import row_format
 from megarl.queue.dump import DumpError, read_batch, recorded_steps, write_batch
+from megarl.queue.images import ImageRef
 from megarl.queue.sample_lines import choose_keys, sample_record
 from megarl.queue.trajectory import Trajectory, VersionSpan
 
@@ -53,6 +54,9 @@ trajectories = st.builds(
     reward_error=st.text(max_size=5),
     dataset=st.text(max_size=5),
     part=st.integers(0, 12),
+    images=st.lists(
+        st.builds(ImageRef, st.text(max_size=4), st.integers(0, 9), st.integers(1, 9), st.integers(1, 9)), max_size=2
+    ).map(tuple),
 )  # fmt: skip
 
 

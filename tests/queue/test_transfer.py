@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from megarl.common.errors import RolloutError
 from megarl.queue import transfer
 from megarl.queue.dump import read_batch, write_batch
+from megarl.queue.images import ImageRef
 from megarl.queue.row_format import decode, encode
 from megarl.queue.sample_lines import sample_record
 from megarl.queue.trajectory import Trajectory, VersionSpan
@@ -39,6 +40,7 @@ from tests.support.trainer.configs import config
 from tests.support.trainer.trained_groups import trained_as_planned
 
 float32 = st.floats(width=32, allow_nan=False, max_value=0.0)
+image_refs = st.builds(ImageRef, st.text(max_size=4), st.integers(0, 9), st.integers(1, 9), st.integers(1, 9))
 
 
 @st.composite
@@ -69,6 +71,7 @@ def groups(draw: st.DrawFn, group_id: int = 0) -> list[Trajectory]:
                 reward_error="late" if status == "failed" else "",
                 dataset=draw(st.sampled_from(["", "gsm8k"])),
                 part=draw(st.integers(0, 3)),
+                images=tuple(draw(st.lists(image_refs, max_size=2))),
             )
         )
     return rows

@@ -48,6 +48,22 @@ class RunConfig(Section):
     export: bool = Field(True, description="Export the final policy to `RUN_DIR/hf` in Hugging Face format.")
 
 
+class VisionConfig(Section):
+    """Models that see images, and bounds on what they are shown (docs/vision.md); without effect on other models."""
+
+    train: Literal["none", "projector", "all"] = Field(
+        "projector",
+        description="What of the vision tower is trained alongside the language model: nothing, its projector, or all.",
+    )
+    max_pixels: int = Field(
+        1_003_520,
+        ge=784,
+        description="Larger images are scaled down to so many pixels. A token stands for a square of 28 or 32 pixels a "
+        "side, by the model.",
+    )
+    images_per_prompt: int = Field(4, ge=1, description="The most images of one prompt; rows with more are refused.")
+
+
 class ModelConfig(Section):
     """The policy's weights and tokenizer."""
 
@@ -62,6 +78,7 @@ class ModelConfig(Section):
         "relative one that is not in the current directory is looked for above the config file.",
     )
     load_weights: bool = Field(True, description="False keeps Megatron's seeded random initialisation.")
+    vision: VisionConfig = VisionConfig()
 
 
 class ParallelConfig(Section):

@@ -85,6 +85,11 @@ class DataConfig(Section):
     )
     prompt_field: str = Field("prompt", description="With `fields`: a string, or a list of chat messages.")
     answer_field: str = Field("answer", description="With `fields`: the reference answer.")
+    images_field: str | None = Field(
+        None,
+        description="A field with the images of the prompt (docs/vision.md): a path relative to the file, Hugging "
+        "Face's {bytes, path}, or a list of these. null: rows with a column `images` are refused if the model sees.",
+    )
     tools_field: str | None = Field(
         None,
         description="A field with the row's own tools (a list of OpenAI's schemas, or its JSON text), which its prompt "

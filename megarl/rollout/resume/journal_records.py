@@ -11,12 +11,13 @@ import json
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import msgspec
 
 from megarl.common.values import packed
+from megarl.queue.images import ImageRef
 from megarl.queue.trajectory import COLUMN_CODES, Trajectory, VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.resume.group_progress import BegunResponse, FrozenLoop, RequestPlace, UnfinishedGroup
@@ -69,6 +70,7 @@ def encode_group(rows: Sequence[Trajectory], problem: str) -> bytes:
                 "streams": list(row.streams),
                 "lengths": [len(getattr(row, name)) for name, _ in _ARRAYS] + list(map(len, row.streams.values())),
             }
+            | ({"images": [astuple(image) for image in row.images]} if row.images else {})
         )
         arrays += columns
     head = {"kind": "group", "group": rows[0].group_id, "problem": problem, "rows": heads}
@@ -151,6 +153,7 @@ def decode_group(record: bytes) -> list[Trajectory]:
                 **{name: content[name] for name in _PLAIN if name in content},
                 **{name: columns[name] for name, _ in _ARRAYS},
                 streams={name: columns[name] for name in content["streams"]},
+                images=tuple(ImageRef(*image) for image in content.get("images", ())),
             )
         )
     return rows

@@ -7,6 +7,7 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.queue.images import ImageRef
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.resume.group_progress import BegunResponse, CallRecord, FrozenLoop, RequestPlace, UnfinishedGroup
@@ -53,6 +54,7 @@ def groups(draw: st.DrawFn) -> list[Trajectory]:
                 demonstrated=draw(st.booleans()),
                 turn_rewards=[0.1, -2.0][: len(ids)],
                 turn_starts=[0, 1][: len(ids)],
+                images=(ImageRef("ab", 1, 1, 2), ImageRef("cd", 3, 2, 1))[: draw(st.integers(0, 2))],
             )
         )
     return rows
