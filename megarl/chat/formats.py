@@ -6,6 +6,7 @@ import difflib
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from megarl.config.schema.data import DataConfig
@@ -15,6 +16,8 @@ Format = Literal["gsm8k", "problem_answer", "messages", "verl", "fields"]
 VERL_ANSWER = "reward_model.ground_truth"
 _PROMPT_FIELDS = {"gsm8k": "question", "problem_answer": "problem", "messages": "messages", "verl": "prompt"}
 ROLES = ("system", "user", "assistant", "tool")
+ImageSource = bytes | Path  # the content of an image file, or where it is
+IMAGE_MARK = "<image>"  # stands for an image in a message
 
 
 class RowError(ValueError):
@@ -38,7 +41,7 @@ class Prompt:
     `where`: its place, as `path:line` or `path, row N`; "" if it is of no file.
 
     `demonstration`: the text of the response that is to be learnt; "" if the model answers itself. `tools`: schemas
-    of the row's own tools, which the prompt shows instead of the run's.
+    of the row's own tools, which the prompt shows instead of the run's. `images`: what its marks stand for.
     """
 
     index: int
@@ -48,6 +51,7 @@ class Prompt:
     demonstration: str = ""
     tools: tuple[dict[str, Any], ...] = ()
     where: str = ""
+    images: tuple[ImageSource, ...] = ()
 
     @property
     def name(self) -> str:
@@ -185,7 +189,7 @@ def _messages(content: object, field: str, config: DataConfig) -> list[Message]:
     raw = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not isinstance(raw, list) or not raw:
         raise RowError(f"field {field!r} must be a string or a list of messages", f", not {content!r:.60}")
-    messages = [_message(message, field) for message in raw]
+    messages = [_message(_marked(message) if config.images_field else message, field) for message in raw]
     if messages[-1]["role"] not in ("user", "tool") or all(m["role"] != "user" for m in messages):
         raise RowError(f"field {field!r} must hold a user message, and its last message must be a user's or a tool's")
     if config.system_prompt is not None:
@@ -195,6 +199,21 @@ def _messages(content: object, field: str, config: DataConfig) -> list[Message]:
     if config.suffix:
         messages = [{**m, "content": m["content"] + config.suffix} if m["role"] == "user" else m for m in messages]
     return messages
+
+
+def _marked(message: object) -> object:
+    """Return a message with text instead of parts, in which a mark stands for each image; others as they are."""
+    if not isinstance(message, dict) or not isinstance(parts := message.get("content"), list):
+        return message
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "image") or (kind == "text" and not isinstance(part.get("text"), str)):
+            raise RowError("a part of a message must be {type: text, text} or {type: image}", f", not {part!r:.60}")
+        if kind == "image" and any(part.get(name) is not None for name in part if name not in ("type", "text")):
+            raise RowError("a part of type image takes its image from data.images_field", f", and has {part!r:.60}")
+        texts.append(part["text"] if kind == "text" else IMAGE_MARK)
+    return {**message, "content": "".join(texts)}
 
 
 def _message(message: object, field: str) -> Message:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.chat.formats import Message, Prompt
+from megarl.chat.images import PromptImages, in_parts
 from megarl.models.hf.model_files import hf_files
+from megarl.queue.images import ImageRef
 from megarl.rewards.types import REASONING_TAGS
 
 if TYPE_CHECKING:
@@ -138,7 +140,8 @@ class PromptEncoder:
     `setting` and `fix` say in messages where `max_prompt_tokens` comes from, and what to do; `skipped` counts the
     prompts that were left out because of `overlong="skip"`. Raises ValueError if the tokenizer has no template, or if
     one of the `template_kwargs` is no variable of it, which would change nothing. `tools`: the schemas of those that
-    the prompts show to the model; ValueError too if the template shows none.
+    the prompts show to the model; ValueError too if the template shows none. `images`: how the model is shown images;
+    None: it sees none.
     """
 
     def __init__(
@@ -150,6 +153,7 @@ class PromptEncoder:
         fix: str = "raise it, or set data.overlong_prompts: skip",
         template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        images: PromptImages | None = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
@@ -159,7 +163,7 @@ class PromptEncoder:
         self.template_kwargs = dict(template_kwargs or {})
         self.tools = [dict(tool) for tool in tools]
         _check_template_kwargs(tokenizer, self.template_kwargs)
-        self.tokenizer = tokenizer
+        self.tokenizer, self._images = tokenizer, images
         self._specials = special_texts(tokenizer)
         self.max_prompt_tokens = max_prompt_tokens
         self.overlong = overlong
@@ -174,12 +178,19 @@ class PromptEncoder:
         Raises PromptTooLongError (a ValueError) above `max_prompt_tokens`, whatever `overlong` is; prompts at
         positions that `valid_indices` returned never raise it. Raises ValueError if the template refuses the messages.
         """
-        ids = self.ids(prompt)
+        return self.encode_images(prompt)[0]
+
+    def encode_images(self, prompt: Prompt) -> tuple[list[int], tuple[ImageRef, ...]]:
+        """Return what `encode` does, in which each image has its tokens, and where the images stand.
+
+        Raises ValueError too for images that cannot be used, or that a model without a vision tower would not see.
+        """
+        ids, images = self._placed(prompt)
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
             raise PromptTooLongError(
                 f"{prompt.name} has {len(ids)} tokens, more than {self.setting} = {self.max_prompt_tokens}; {self.fix}"
             )
-        return ids
+        return ids, images
 
     def end_of(self, ids: Sequence[int]) -> str:
         """Return the text of the last tokens of a prompt, in which a template may open the model's reasoning."""
@@ -187,7 +198,24 @@ class PromptEncoder:
 
     def ids(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt of any length."""
-        return self._ids(with_harmless_tools(prompt.messages, self._specials), prompt.name, self._tools_of(prompt))
+        return self._placed(prompt)[0]
+
+    def _placed(self, prompt: Prompt) -> tuple[list[int], tuple[ImageRef, ...]]:
+        ids = self._ids(self._shown(prompt), prompt.name, self._tools_of(prompt))
+        if self._images is None and prompt.images:
+            raise ValueError(f"{prompt.name} has images, and the model has no vision tower; remove data.images_field")
+        if self._images is None:
+            return ids, ()
+        if prompt.row.get("images"):
+            raise ValueError(
+                f"{prompt.name} has a column `images`, which the model would not be shown; set data.images_field: "
+                "images, or remove the column"
+            )
+        return self._images.placed(ids, prompt)
+
+    def _shown(self, prompt: Prompt) -> list[Message]:
+        messages = with_harmless_tools(prompt.messages, self._specials)
+        return in_parts(messages) if prompt.images else messages
 
     def valid_indices(self, prompts: Sequence[Prompt]) -> Sequence[int]:
         """Return the positions of the prompts that fit `max_prompt_tokens`, and count the others in `skipped`.
@@ -207,7 +235,7 @@ class PromptEncoder:
             shown = [*messages, *(self._tools_of(prompt) if prompt.tools else [])]
             bound = sum(len(json.dumps(each, ensure_ascii=False).encode()) + overhead for each in shown)
             try:
-                if bound > self.max_prompt_tokens:
+                if bound > self.max_prompt_tokens or self._images is not None:
                     self.encode(prompt)
                 valid.append(position)
             except PromptTooLongError as error:
@@ -253,7 +281,7 @@ class PromptEncoder:
 
     def render(self, prompt: Prompt) -> str:
         """Return the text that `encode` tokenizes. Raises ValueError if the template refuses the messages."""
-        return self._text(with_harmless_tools(prompt.messages, self._specials), prompt.name, self._tools_of(prompt))
+        return self._text(self._shown(prompt), prompt.name, self._tools_of(prompt))
 
     def _text(self, messages: list[Message], what: str, tools: list[dict[str, Any]]) -> str:
         try:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from megarl.chat.formats import Prompt
+from megarl.chat.images import PromptImages
 from megarl.chat.tokenize import PromptEncoder, PromptTooLongError, load_tokenizer, stop_token_ids
 from megarl.common.errors import FIRST_PROMPT, Findings
 from megarl.config.checks.sections import evaluation_prompt_limit, prompt_limit
@@ -47,6 +48,10 @@ def tokenizer_findings(
         stops = stop_token_ids(config.model.path, tokenizer, config.sampling.stop_token_ids)
     except ValueError as error:
         found.problems.append(f"sampling.stop_token_ids: {error}")
+    try:
+        images = PromptImages.of(config.model.path, info, config.model.vision)
+    except ValueError as error:
+        return Findings([f"model.path: {error}"])
     no_set = "" if getattr(tokenizer, "chat_template", None) else "model.path"  # none can be encoded
     for each in all_sets(config):
         try:
@@ -62,6 +67,7 @@ def tokenizer_findings(
                 limit.fix,
                 template_kwargs=each.data.chat_template_kwargs,
                 tools=(tools or {}).get(each.key, ()),
+                images=images,
             )
             if each.key in first:
                 with suppress(PromptTooLongError):  # which is no mistake if such prompts are skipped

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from megarl.chat.formats import Format, Prompt, RowError, detect_format, to_prompt
+from megarl.chat.images import check_images, with_images
 from megarl.config.checks.sections import PARQUET_SUFFIXES
 from megarl.config.schema.data import DataConfig
 
@@ -24,6 +25,7 @@ __all__ = ["Prompt", "PromptDataset", "RowMistake", "has_more_rows", "load_promp
 
 
 RowCheck = Callable[[str, dict[str, Any]], object]
+MOST_DECODED = 2_000  # rows whose images are decoded when the first rows of a file are checked, some seconds
 
 
 class PromptDataset(Sequence[Prompt]):
@@ -37,7 +39,7 @@ class PromptDataset(Sequence[Prompt]):
         self._length = 0
         for where, read in islice(rows.scan(), limit):
             try:
-                self._format = _check_row(self._length, read, self._format, config)
+                self._format = _check_row(self._length, read, self._format, config, self.path)
             except RowError as error:
                 raise ValueError(f"{_place(where, error)}: {error}") from error
             self._length += 1
@@ -64,7 +66,7 @@ class PromptDataset(Sequence[Prompt]):
         if not 0 <= position < self._length:
             raise IndexError(f"prompt {index} of {self._length}")
         prompt = to_prompt(position, self._rows.read(position), self.format, self._config)
-        return replace(prompt, where=self._rows.where(position))
+        return _seen(replace(prompt, where=self._rows.where(position)), self._config, self.path)
 
 
 def load_prompts(path: Path | str, config: DataConfig, limit: int | None = None) -> PromptDataset:
@@ -96,6 +98,8 @@ def row_mistakes(
 ) -> Iterator[RowMistake]:
     """Yield what is wrong with the first `limit` rows of a prompt file, or with all, in their order; none is kept.
 
+    Images are decoded: those of all rows, or with a `limit` of the first `MOST_DECODED`.
+
     `check`: that of the reward, of (answer, row), which raises ValueError. Raises ValueError if the file cannot be
     opened, or holds no rows.
     """
@@ -103,7 +107,8 @@ def row_mistakes(
     form: Format | None = None
     for where, read in islice(_open(Path(path)).scan(), limit):
         try:
-            form = _check_row(count, read, form, config, check)
+            decode = limit is None or count < MOST_DECODED
+            form = _check_row(count, read, form, config, Path(path), check, decode=decode)
         except RowError as error:
             yield RowMistake(_place(where, error), error.kind, error.seen)
         count += 1
@@ -131,18 +136,27 @@ def _check_row(
     read: Callable[[], dict[str, Any]],
     form: Format | None,
     config: DataConfig,
+    path: Path,
     check: RowCheck | None = None,
+    *,
+    decode: bool = False,
 ) -> Format:
     """Return the format of the file, which its first readable row has. Raises RowError."""
     row = read()
     form = form or detect_format(row, config)
-    prompt = to_prompt(number, row, form, config)
+    prompt = _seen(to_prompt(number, row, form, config), config, path)
+    check_images(prompt, config.images_field, decode=decode)
     try:
         if check is not None:
-            check(prompt.answer, row)
+            check(prompt.answer, prompt.row)
     except ValueError as error:
         raise RowError("the reward cannot use it", f": {error}") from error
     return form
+
+
+def _seen(prompt: Prompt, config: DataConfig, path: Path) -> Prompt:
+    """Return a prompt of the data file `path` with its images."""
+    return with_images(prompt, config.images_field, path.parent)
 
 
 def _place(where: str, error: RowError) -> str:

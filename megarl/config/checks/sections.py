@@ -25,6 +25,7 @@ from megarl.config.checks.teachers import teacher_problems
 from megarl.config.checks.telemetry import ANY_ADDRESS, monitor_problems, telemetry_problems
 from megarl.config.derived.algorithm import algorithm_problems
 from megarl.config.derived.datasets import (
+    TrainSet,
     all_sets,
     data_problems,
     longest_response,
@@ -36,7 +37,7 @@ from megarl.config.derived.logprob_passes import correction_problems
 from megarl.config.derived.pools import resolve_pools
 from megarl.config.derived.staleness import evaluation_problems, pace_problems
 from megarl.config.schema import Config, ModelConfig, RolloutConfig, RunConfig, WeightSyncConfig
-from megarl.config.schema.agent import SHIPPED_LOOPS
+from megarl.config.schema.agent import HARNESS, SHIPPED_LOOPS
 from megarl.config.schema.data import CurriculumConfig, EvaluationConfig, RewardConfig
 from megarl.config.schema.job import CheckpointConfig, GatewayConfig, LaunchConfig, TimeoutsConfig
 from megarl.models.architecture.architecture import ModelInfo
@@ -110,6 +111,7 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
         engine_key_problems(info),
         layout.model_problems(config.trainer, config.megatron, config.rollout, info),
         _lengths(config, info),
+        _vision(config, info),
         teacher_problems(config, info, max_sequence_tokens(config, info), files=files),
     )
     problems += itertools.chain.from_iterable(of_model)
@@ -227,6 +229,20 @@ def _sizes(config: Config) -> Iterator[str]:
         )
     if config.sampling.stop_token_ids is not None and not config.sampling.stop_token_ids:
         yield "sampling.stop_token_ids: empty, so no response would end by itself; list ids or remove the key"
+
+
+def _vision(config: Config, info: ModelInfo) -> Iterator[str]:
+    if not config.data.images_field:
+        return
+    # The engines and the trainer would take the prompts as text.
+    yield "data.images_field: images are checked and placed in prompts, but no engine is shown them yet; remove the key"
+    if not info.sees:
+        yield f"data.images_field: {info.family} has no vision tower and would not see the images; remove the key"
+    if config.agent.loop == HARNESS:
+        yield "data.images_field: harnesses are shown no images; use another agent.loop, or remove the key"
+    for each in all_sets(config):
+        if isinstance(each, TrainSet) and each.demonstrates:
+            yield f"{each.key}.demonstration_field: demonstrations have no images; remove data.images_field"
 
 
 def _deadlines(rollout: RolloutConfig, timeouts: TimeoutsConfig) -> Iterator[str]:

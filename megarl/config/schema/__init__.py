@@ -49,7 +49,7 @@ class RunConfig(Section):
 
 
 class VisionConfig(Section):
-    """Models that see images, and bounds on what they are shown (docs/vision.md); without effect on other models."""
+    """Models that see images, and bounds on what these are; others ignore it."""
 
     train: Literal["none", "projector", "all"] = Field(
         "projector",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from megarl.chat.images import PromptImages
 from megarl.chat.tokenize import PromptEncoder, TokenDecoder, load_tokenizer, stop_token_ids
 from megarl.common.errors import RolloutError
 from megarl.common.values import packed
@@ -34,6 +35,7 @@ from megarl.data.dataset import Prompt, load_prompts
 from megarl.data.demonstrations import DemonstrationEncoder, ShownResponse, end_token
 from megarl.data.mixture import Mixture, stable_hash
 from megarl.models.hf.read_config import load_info
+from megarl.queue.images import ImageRef
 from megarl.rewards.types import RewardInput, RewardSpec
 from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.engine.messages import SamplingSpec
@@ -72,7 +74,7 @@ class PromptTask:
 
     `dataset`: the name of the set, "" if there is only one; `reward`: the number of the reward function in the pool.
     `demonstrations`: one for each sample of the group, the first one of this prompt; empty if the model answers.
-    `end`: as `RewardInput.prompt_end`.
+    `end`: as `RewardInput.prompt_end`. `images`: those of the prompt, and where they stand among `ids`.
     """
 
     prompt: Prompt
@@ -82,6 +84,7 @@ class PromptTask:
     reward: int = 0
     demonstrations: tuple[ShownResponse, ...] = ()
     end: str = ""
+    images: tuple[ImageRef, ...] = ()
 
     @property
     def answer(self) -> str:
@@ -92,6 +95,7 @@ class PromptTask:
     def digest(self) -> str:
         """A digest of the problem: its token ids, its data set and its reference answer."""
         content = packed("q", self.ids) + json.dumps([self.dataset, self.answer]).encode()
+        content += b"".join(image.hash.encode() for image in self.images)
         return hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def reward_input(self, response: str, token_ids: list[int], finish_reason: str) -> RewardInput:
@@ -134,6 +138,7 @@ class PromptSource:
         self.stop_token_ids = tuple(stop_token_ids(config.model.path, self.tokenizer, config.sampling.stop_token_ids))
         self._rewards = list(reward_functions(config).values())
         info = load_info(config.model.path)
+        self._images = PromptImages.of(config.model.path, info, config.model.vision)
         run_dir = config.run_dir if config.gateway.enabled else None
         most = max_sequence_tokens(config, info)
         self._made = Toolboxes(config.agent, self.tokenizer, self.stop_token_ids, most, run_dir)
@@ -146,6 +151,7 @@ class PromptSource:
                 config.run.seed,
                 self._toolbox(each),
                 self.stop_token_ids,
+                self._images,
             )
             for each in train_sets(config)
         ]
@@ -196,7 +202,7 @@ class PromptSource:
             return self._drawn[group_id]
         index, draw = self._mixture.at(group_id)
         own = self._sets[index]
-        prompt, ids, shown = own.drawn(draw, self.config.batch.samples_per_group)
+        prompt, ids, shown, images = own.drawn(draw, self.config.batch.samples_per_group)
         drawn = self._drawn[group_id] = PromptTask(
             prompt,
             ids,
@@ -205,6 +211,7 @@ class PromptSource:
             self._reward(own.chosen.reward),
             shown,
             own.encoder.end_of(ids),
+            images,
         )
         return drawn
 
@@ -250,11 +257,12 @@ class PromptSource:
                 fix=limit.fix,
                 template_kwargs=chosen.data.chat_template_kwargs,
                 tools=toolbox.schemas if toolbox is not None else (),
+                images=self._images,
             )
             problems = [
-                PromptTask(prompt, ids, sampling, chosen.name, reward, end=encoder.end_of(ids))
+                PromptTask(prompt, ids, sampling, chosen.name, reward, end=encoder.end_of(ids), images=images)
                 for prompt in load_prompts(chosen.path, chosen.data, chosen.limit)
-                for ids in (encoder.encode(prompt),)
+                for ids, images in (encoder.encode_images(prompt),)
             ]
         except ValueError as error:
             raise ValueError(f"{chosen.key} ({chosen.name}): {error}") from error
@@ -353,6 +361,7 @@ class _TrainingPrompts:
         seed: int,
         toolbox: Toolbox | None,
         stops: Sequence[int],
+        images: PromptImages | None,
     ) -> None:
         self.chosen, self.toolbox = chosen, toolbox
         try:
@@ -365,6 +374,7 @@ class _TrainingPrompts:
                 limit.fix,
                 template_kwargs=chosen.data.chat_template_kwargs,
                 tools=toolbox.schemas if toolbox is not None else (),
+                images=images,
             )
             self._valid = self.encoder.valid_indices(self._prompts)
             self._shown: DemonstrationEncoder | None = None
@@ -384,18 +394,21 @@ class _TrainingPrompts:
         """The number of its rows that are left out because they are too long."""
         return self.encoder.skipped + (0 if self._shown is None else self._shown.skipped)
 
-    def drawn(self, draw: int, samples: int) -> tuple[Prompt, list[int], tuple[ShownResponse, ...]]:
-        """Return the prompt of a group, its token ids, and the demonstrations of its samples.
+    def drawn(
+        self, draw: int, samples: int
+    ) -> tuple[Prompt, list[int], tuple[ShownResponse, ...], tuple[ImageRef, ...]]:
+        """Return the prompt of a group, its token ids, the demonstrations of its samples, and the prompt's images.
 
         Each sample of a group of demonstrations has one of its own: group number `draw` takes as many rows as it has
         samples.
         """
         if self._shown is None:
             prompt = self.at(draw)
-            return prompt, self.encoder.encode(prompt), ()
+            ids, images = self.encoder.encode_images(prompt)
+            return prompt, ids, (), images
         prompts = [self.at(draw * samples + index) for index in range(samples)]
         shown = tuple(map(self._shown.encode, prompts))
-        return prompts[0], shown[0].prompt_ids, shown
+        return prompts[0], shown[0].prompt_ids, shown, ()
 
     def at(self, draw: int) -> Prompt:
         """Return the prompt of a draw, counted from 0."""

@@ -1,0 +1,147 @@
+"""The images of a prompt: found in its row, read within bounds, and placed among its token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megarl.chat.formats import IMAGE_MARK, ImageSource, Message, Prompt, RowError
+from megarl.common.files import inside
+from megarl.config.schema import VisionConfig
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.hf.image_patches import MOST_BYTES, ImageError, ImageProcessor, open_image
+from megarl.queue.images import ImageRef
+
+
+def with_images(prompt: Prompt, field: str | None, directory: Path) -> Prompt:
+    """Return a prompt with the images that its row has in `field`; its own row is without them.
+
+    Each mark `<image>` in the messages of the user stands for one image, in their order. Without marks the images come
+    before the text of the last message of the user. Paths are relative to `directory`, and lead nowhere else. Raises
+    RowError for what is no image, and unless marks and images are equal in number.
+    """
+    if field is None:
+        return prompt
+    images = _sources(prompt.row.get(field), field, directory)
+    row = {name: value for name, value in prompt.row.items() if name != field}
+    users = [at for at, message in enumerate(prompt.messages) if message["role"] == "user"]
+    marks = sum(prompt.messages[at]["content"].count(IMAGE_MARK) for at in users)
+    messages = list(prompt.messages)
+    if images and not marks:
+        last = messages[users[-1]]
+        messages[users[-1]] = {**last, "content": IMAGE_MARK * len(images) + last["content"]}
+    elif marks != len(images):
+        told = f": {len(images)} images for {marks} marks"
+        raise RowError(f"field {field!r}: the user's messages must have one {IMAGE_MARK} for each image", told)
+    return replace(prompt, images=images, messages=messages, row=row)
+
+
+def _sources(given: object, field: str, directory: Path) -> tuple[ImageSource, ...]:
+    values = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    return tuple(_source(value, field, directory) for value in values)
+
+
+def _source(given: object, field: str, directory: Path) -> ImageSource:
+    value = given
+    if isinstance(value, dict):  # as Hugging Face's data sets have images
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str) or not value:
+        raise RowError(f"field {field!r}: an image must be bytes, a path, or {{bytes, path}}", f", not {given!r:.60}")
+    try:
+        path = inside(directory, value)
+    except ValueError as error:
+        raise RowError(
+            f"field {field!r}: an image must lie below the directory of its data file", f": {error}"
+        ) from None
+    if not path.is_file():
+        raise RowError(f"field {field!r}: no such file", f": {path}")
+    return path
+
+
+def check_images(prompt: Prompt, field: str | None, *, decode: bool) -> None:
+    """Raise RowError for an image that must not be decoded, by its header; with `decode` also for a damaged one."""
+    for source in prompt.images:
+        try:
+            image = open_image(read_image(source))
+        except (ImageError, OSError) as error:
+            raise RowError(f"field {field!r}: {error}") from error
+        try:
+            if decode:
+                image.load()
+        except Exception as error:  # whatever Pillow's decoders raise for damaged data
+            told = f": {type(error).__name__}: {error}"
+            raise RowError(f"field {field!r}: an image that cannot be decoded", told) from error
+
+
+def read_image(source: ImageSource) -> bytes:
+    """Return an image's file. Raises ImageError for a large one, before it is read, and OSError if it is not there."""
+    if isinstance(source, bytes):
+        return source
+    with source.open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ImageError(f"{source} has more than {MOST_BYTES:,} bytes, the most that are read of an image file")
+    return content
+
+
+def in_parts(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose marks are parts of the content, as chat templates of models that see take them."""
+    return [_parted(each) if each["role"] == "user" and IMAGE_MARK in each["content"] else each for each in messages]
+
+
+def _parted(message: Message) -> Message:
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(message["content"].split(IMAGE_MARK)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return {**message, "content": parts}
+
+
+@dataclass(frozen=True)
+class PromptImages:
+    """How a model is shown images: `token` is the one that its chat template writes for each, `most` of a prompt."""
+
+    processor: ImageProcessor
+    token: int
+    most: int
+
+    @classmethod
+    def of(cls, model: Path, info: ModelInfo, vision: VisionConfig) -> PromptImages | None:
+        """Return that of a model; None if it sees nothing. Raises ValueError if its processor cannot be used."""
+        if not info.sees:
+            return None
+        return cls(ImageProcessor(model, vision.max_pixels), int(info.raw["image_token_id"]), vision.images_per_prompt)
+
+    def placed(self, ids: Sequence[int], prompt: Prompt) -> tuple[list[int], tuple[ImageRef, ...]]:
+        """Return the ids with as many tokens for each image as it has, and where each stands.
+
+        Raises ValueError if the prompt has too many images, if one cannot be used, or if the template has not written
+        one token for each.
+        """
+        count = len(prompt.images)
+        if count > self.most:
+            raise ValueError(f"{prompt.name} has {count} images; model.vision.images_per_prompt allows {self.most}")
+        if (written := sum(token == self.token for token in ids)) != count:
+            raise ValueError(
+                f"{prompt.name}: its text has {written} image tokens after the chat template, for {count} images; "
+                "use a template that shows images, and no image token in the text"
+            )
+        long: list[int] = []
+        refs: list[ImageRef] = []
+        for token in ids:
+            if token != self.token:
+                long.append(token)
+                continue
+            refs.append(self._ref(prompt, len(refs), len(long)))
+            long += [token] * refs[-1].tokens
+        return long, tuple(refs)
+
+    def _ref(self, prompt: Prompt, number: int, offset: int) -> ImageRef:
+        try:
+            content = read_image(prompt.images[number])
+            return ImageRef(self.processor.hash(content), offset, *self.processor.size(content))
+        except (ImageError, OSError) as error:
+            raise ValueError(f"{prompt.name}: image {number + 1}: {error}") from error
