@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megarl.rollout.admission.schedule_replay import read_schedule, replay_schedule
 
 from megarl.checkpoint.save.directory import CheckpointDirectory
 from megarl.queue.dump import DumpedBatch, read_batch
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE
+from tests.support.machines.schedule_replay import read_schedule, replay_schedule
 from tests.support.models.tensors import differing
 from tests.support.pool.leftovers import assert_nothing_left
 from tests.support.runs.run import Run, train
