@@ -18,15 +18,16 @@ from megarl.weights.send.leader import EXTRA_WAIT_S, call_all
 logger = logging.getLogger(__name__)
 
 
-def put_to_sleep(replicas: Sequence[ReplicaHandle], rpc_s: float) -> list[str]:
+def put_to_sleep(replicas: Sequence[ReplicaHandle], rpc_s: float, start_s: float = 0.0) -> list[str]:
     """Make all engines sleep; return the names of those that were ended instead, because they have failed.
 
     These are replaced by the next publication. Raises WeightSyncError naming the replicas that have not answered within
-    `rpc_s` seconds, or whose engine may live on: they may still hold the memory. Raises PoolEnded.
+    `rpc_s` seconds, or whose engine may live on: they may still hold the memory. Raises PoolEnded. `start_s`: how much
+    longer they have, because they may be starting.
     """
-    failures = _call(replicas, "sleep", rpc_s)
+    failures = _call(replicas, "sleep", rpc_s + start_s)
     failed = [name for name, error in failures.items() if _has_failed(error)]
-    _refuse_silent(failures, "sleep", rpc_s)
+    _refuse_silent(failures, "sleep", rpc_s, start_s)
     lost = [replica for replica in replicas if replica.name in failed]
     for name in failed:
         logger.warning("engine %s is ended, because it could not sleep: %s", name, brief(failures[name]))
@@ -66,15 +67,16 @@ def _has_failed(error: BaseException) -> bool:
     return isinstance(error, ReplicaFailed) and not isinstance(error, EngineMayRun)
 
 
-def _refuse_silent(failures: dict[str, BaseException], what: str, rpc_s: float) -> None:
+def _refuse_silent(failures: dict[str, BaseException], what: str, rpc_s: float, start_s: float = 0.0) -> None:
     for error in failures.values():
         if isinstance(error, PoolEnded):
             raise error
     silent = [name for name, error in failures.items() if not _has_failed(error)]
     if silent:
         reasons = "; ".join(f"{name}: {brief(failures[name])}" for name in silent)
+        keys = "timeouts.rpc_s + timeouts.engine_start_s" if start_s else "timeouts.rpc_s"
         raise WeightSyncError(
-            f"the trainer waited {rpc_s:.0f} s (timeouts.rpc_s) for {', '.join(silent)} to {what}, and may not use the "
-            f"GPUs that they hold: {reasons}",
+            f"the trainer waited {rpc_s + start_s:.0f} s ({keys}) "
+            f"for {', '.join(silent)} to {what}, and may not use the GPUs that they hold: {reasons}",
             failed_members=[f"engine {name}" for name in silent],
         )
