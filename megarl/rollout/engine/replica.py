@@ -198,6 +198,8 @@ class EngineReplica:
         self.cuda = spec.cuda
         self.max_model_len = spec.max_model_len
         self._engine: AsyncLLM | None = None
+        self._starting = asyncio.Lock()
+        self._processes: set[ProcessId] = set()  # of the engine: workers may outlive the one that has started them
         self._calls = AnsweredCalls()
         self._calls_of_link = RpcServer(lambda method, args: getattr(self, method)(*args)).link
         self._requests: EngineRequests
@@ -231,16 +233,21 @@ class EngineReplica:
 
         Raises ReplicaFailed with the engine's reason.
         """
+        async with self._starting:
+            return await self._start()
+
+    async def _start(self) -> dict[str, float]:
         started = time.monotonic()
         try:
             async with starting_alone(f"replica {self.index}", self.config.timeouts.engine_start_s, cuda=self.cuda):
                 self._engine = self._build()
+            self._processes = own_children()
             self._requests = EngineRequests(self._engine, self.index, self._monitor, self.config.timeouts.rpc_s)
             self._requests.times.listen(self._engine)
             built = time.monotonic()
             await self._probe(self._engine)
             if self.config.rollout.share_gpus:
-                await self.sleep()
+                await self._sleep()
             exempt_present_objects()
             collect_rarely()
         except Exception as error:
@@ -332,8 +339,13 @@ class EngineReplica:
     async def sleep(self) -> int:
         """Give the memory of weights and KV cache back, and keep the requests. The weights are lost.
 
-        Returns the bytes that are still held: in use of the worker's GPU that has most, on a CPU by its process.
+        An engine that is being started falls asleep at the end of that. Returns the bytes that are still held: in use
+        of the worker's GPU that has most, on a CPU by its process.
         """
+        async with self._starting:
+            return await self._sleep()
+
+    async def _sleep(self) -> int:
         engine = self._check()
         if self._weights.sleeps:
             return await self._held(engine)
@@ -458,11 +470,10 @@ class EngineReplica:
         """Stop the engine's processes. Raises EngineMayRun if one lives on, with the memory that it holds."""
         left: set[ProcessId] = set()
         if self._engine is not None:
-            processes = own_children()
             # The engine process has nothing to save, and does not end on SIGTERM within its default time-out (5 s).
             self._engine.shutdown(timeout=0.5)
             self._engine = None
-            left = sweep(processes, grace_s=0.0)
+            left = sweep(self._processes, grace_s=0.0)
         self._activity.end()
         events.close_events()
         if left:

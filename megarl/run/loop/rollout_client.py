@@ -73,12 +73,13 @@ class RolloutClient:
     def await_sleeping_engines(self, launch: Future[SupervisorHandle] | None) -> None:
         """Wait until all engines are up and sleep, because this run's ranks need the GPUs. `launch`: as in `attach`.
 
-        Engines start asleep; those of a pool that was kept over a restart of the ranks are awake.
+        Engines start asleep. Those of a pool that was kept over a restart of the ranks may be awake, or be starting in
+        place of a lost one.
         """
 
         def connect() -> None:
             replicas = self._connected(launch).engine_handles().replicas()
-            put_to_sleep(replicas, self._config.timeouts.rpc_s)
+            put_to_sleep(replicas, self._config.timeouts.rpc_s, self._config.timeouts.engine_start_s)
 
         self._peers.on_first_rank(connect, _NOTHING)
 

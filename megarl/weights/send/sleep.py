@@ -50,17 +50,19 @@ class HeldMemory:
         )
 
 
-def put_to_sleep(replicas: Sequence[ReplicaHandle], rpc_s: float, held: HeldMemory | None = None) -> list[str]:
+def put_to_sleep(
+    replicas: Sequence[ReplicaHandle], rpc_s: float, held: HeldMemory | None = None, start_s: float = 0.0
+) -> list[str]:
     """Make all engines sleep; return the names of those that were ended instead, because they have failed.
 
     These are replaced by the next publication. Raises WeightSyncError naming the replicas that have not answered within
     `rpc_s` seconds, or whose engine may live on: they may still hold the memory. `held` says what they held last, and
-    learns what others do. Raises PoolEnded.
+    learns what others do. Raises PoolEnded. `start_s`: how much longer they have, because they may be starting.
     """
     held = HeldMemory() if held is None else held
-    failures = _call(replicas, "sleep", rpc_s, held=held)
+    failures = _call(replicas, "sleep", rpc_s + start_s, held=held)
     failed = [name for name, error in failures.items() if _has_failed(error)]
-    _refuse_silent(failures, "sleep", rpc_s, held)
+    _refuse_silent(failures, "sleep", rpc_s, held, start_s)
     lost = [replica for replica in replicas if replica.name in failed]
     for name in failed:
         logger.warning("engine %s is ended, because it could not sleep: %s", name, brief(failures[name]))
@@ -110,7 +112,9 @@ def _has_failed(error: BaseException) -> bool:
     return isinstance(error, ReplicaFailed) and not isinstance(error, EngineMayRun)
 
 
-def _refuse_silent(failures: dict[str, BaseException], what: str, rpc_s: float, held: HeldMemory) -> None:
+def _refuse_silent(
+    failures: dict[str, BaseException], what: str, rpc_s: float, held: HeldMemory, start_s: float = 0.0
+) -> None:
     for error in failures.values():
         if isinstance(error, PoolEnded):
             raise error
@@ -118,8 +122,9 @@ def _refuse_silent(failures: dict[str, BaseException], what: str, rpc_s: float, 
     if silent:
         reasons = "; ".join(f"{name}: {brief(failures[name])}" for name in silent)
         known = f"; what engines held last: {held}" if str(held) else ""
+        keys = "timeouts.rpc_s + timeouts.engine_start_s" if start_s else "timeouts.rpc_s"
         raise WeightSyncError(
-            f"the trainer waited {rpc_s:.0f} s (timeouts.rpc_s) for {', '.join(silent)} to {what}, and may not use the "
+            f"the trainer waited {rpc_s + start_s:.0f} s ({keys}) for {', '.join(silent)} to {what}, and may not use the "
             f"GPUs that they hold: {reasons}{known}",
             failed_members=[f"engine {name}" for name in silent],
         )

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from vllm.v1.engine.core import EngineCoreProc
 
 from megarl.common.errors import EngineMayRun, ReplicaFailed
-from megarl.common.process.processes import ProcessId, is_alive
+from megarl.common.process.processes import ProcessId, own_children, still_alive, sweep
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.engine import replica as replica_module
@@ -96,7 +97,7 @@ class FakeEngine:
 REQUEST = GenerateRequest("r", [1, 2], SamplingSpec(max_tokens=1, temperature=1.0, stop_token_ids=()), seed=0)
 
 
-async def started(
+def made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_weights: bool, share_gpus: bool = False
 ) -> EngineReplica:
     config = pool_config(tmp_path, rollout={"load_weights": load_weights, "share_gpus": share_gpus})
@@ -104,7 +105,13 @@ async def started(
     monkeypatch.setattr(replica_module, "engine_environment", lambda *_, **__: {})
     monkeypatch.setattr(EngineReplica, "_build", lambda self: FakeEngine())
     spec = ReplicaSpec(config.model_dump_json(), str(tmp_path), "run", cuda=False, max_model_len=64, supervisor=None)
-    replica = EngineReplica(spec, 3)
+    return EngineReplica(spec, 3)
+
+
+async def started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_weights: bool, share_gpus: bool = False
+) -> EngineReplica:
+    replica = made(tmp_path, monkeypatch, load_weights, share_gpus)
     await replica.start()
     return replica
 
@@ -181,20 +188,43 @@ async def test_an_engine_that_has_not_fallen_asleep_is_asked_again_and_not_woken
     assert engine.calls == [("sleep", 2, "keep"), ("wake", "weights"), ("sleep", 2, "keep")]
 
 
+async def test_an_engine_that_is_asked_to_sleep_while_it_starts_does_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By ranks that come while it replaces another one. A second sleep would come after it has been woken."""
+    replica: Any = made(tmp_path, monkeypatch, load_weights=False, share_gpus=True)
+    probed = asyncio.Event()
+    monkeypatch.setattr(replica, "_probe", lambda engine: probed.wait())
+    starting = asyncio.create_task(replica.start())
+    await asyncio.sleep(0)
+    asked = asyncio.create_task(replica.sleep())
+    await asyncio.sleep(0.01)
+    assert replica._engine.calls == []
+    probed.set()
+    await asyncio.gather(starting, asked)
+    assert replica._engine.calls == [("sleep", 2, "keep")]
+
+
 async def test_a_replica_ends_when_all_processes_of_its_engine_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM does not wait for those that it kills, and their memory is needed at once."""
-    replica: Any = await started(tmp_path, monkeypatch, load_weights=False)
-    replica._engine.shutdown = lambda timeout: None
-    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600.0,))
+    """vLLM neither waits for those that it kills, nor knows those of one that has died. Their memory is needed."""
+    process = multiprocessing.get_context("spawn").Process(target=subprocess.run, args=(["sleep", "600"],))
     process.start()
+    while len(processes := own_children()) < 2:
+        assert process.is_alive()
+        await asyncio.sleep(0.05)
     try:
-        await replica.shutdown()
-        assert not is_alive(ProcessId.of(process.pid or 0))
-    finally:
+        replica: Any = await started(tmp_path, monkeypatch, load_weights=False)
+        replica._engine.shutdown = lambda timeout: None
         process.kill()
         process.join()
+        assert len(still_alive(processes)) == 1
+        await replica.shutdown()
+        assert not still_alive(processes)
+    finally:
+        process.kill()
+        sweep(processes, grace_s=0.0)
     replica._engine = FakeEngine()
     replica._engine.shutdown = lambda timeout: None
     monkeypatch.setattr(replica_module, "sweep", lambda processes, grace_s: {ProcessId.own()})

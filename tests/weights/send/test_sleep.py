@@ -17,9 +17,11 @@ class Replica:
 
     def __init__(self, index: int, **fails: BaseException) -> None:
         self.name, self._fails, self.calls = f"replica {index}", fails, list[Any]()
+        self.bounds_s: list[float] = []
 
     def call(self, method: str, *args: object, timeout_s: float) -> int:
         self.calls.append((method, *args))
+        self.bounds_s.append(timeout_s)
         if (error := self._fails.get(method)) is not None:
             raise error
         return {"sleep": 2, "wake": 70}.get(method, 0) * GIB
@@ -35,6 +37,7 @@ def test_all_engines_sleep_and_wake() -> None:
     replicas = [Replica(0), Replica(1)]
     assert put_to_sleep(replicas, 5.0) == [] and wake_caches(replicas, 5.0) == []
     assert [each.calls for each in replicas] == [[("sleep",), ("wake", "kv_cache")]] * 2
+    assert put_to_sleep(replicas, 5.0, 600.0) == [] and replicas[0].bounds_s == [5.0, 5.0, 605.0]
 
 
 @pytest.mark.parametrize("also", [{}, {"shutdown": DEAD}], ids=["it lives", "its actor has died"])
