@@ -162,7 +162,8 @@ nightly-recipes: setup-test  ## Every recipe's small twin, converted models, and
 	  tests/system/test_converted_model.py tests/system/test_broken_runs.py $(PARALLEL)
 
 nightly-shared: setup-test  ## Runs whose engines share the trainer's GPUs, against runs with GPUs for each side.
-	$(PY) -m pytest -m slow tests/system/test_shared_gpus.py tests/system/test_shared_stream.py $(PARALLEL)
+	$(PY) -m pytest -m slow tests/system/test_shared_gpus.py tests/system/test_shared_stream.py \
+	  tests/system/test_shared_memory.py $(PARALLEL)
 	MEGARL_TEST_TRANSPORT=relay $(PY) -m pytest tests/weights $(PARALLEL)
 
 # One after the other: they time the end of faults and of processes.

@@ -54,9 +54,9 @@ def return_freed_memory() -> None:
         libc.malloc_trim(0)
 
 
-def anonymous_bytes() -> int:
-    """Return the bytes of memory that is this process's own: neither a file's nor shared by mapping one."""
-    with open("/proc/self/status", encoding="ascii") as status:
+def anonymous_bytes(process: int | str = "self") -> int:
+    """Return the bytes of memory that is a process's own: neither a file's nor shared by mapping one."""
+    with open(f"/proc/{process}/status", encoding="utf-8", errors="replace") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon:")) * 1024
 
 
