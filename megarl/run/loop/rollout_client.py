@@ -79,7 +79,7 @@ class RolloutClient:
 
         def connect() -> None:
             replicas = self._connected(launch).engine_handles().replicas()
-            put_to_sleep(replicas, self._config.timeouts.rpc_s, self._config.timeouts.engine_start_s)
+            put_to_sleep(replicas, self._config.timeouts.rpc_s, start_s=self._config.timeouts.engine_start_s)
 
         self._peers.on_first_rank(connect, _NOTHING)
 

@@ -124,7 +124,7 @@ def _refuse_silent(
         known = f"; what engines held last: {held}" if str(held) else ""
         keys = "timeouts.rpc_s + timeouts.engine_start_s" if start_s else "timeouts.rpc_s"
         raise WeightSyncError(
-            f"the trainer waited {rpc_s + start_s:.0f} s ({keys}) for {', '.join(silent)} to {what}, and may not use the "
-            f"GPUs that they hold: {reasons}{known}",
+            f"the trainer waited {rpc_s + start_s:.0f} s ({keys}) for {', '.join(silent)} to {what}, and may not use "
+            f"the GPUs that they hold: {reasons}{known}",
             failed_members=[f"engine {name}" for name in silent],
         )

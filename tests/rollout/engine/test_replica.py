@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace

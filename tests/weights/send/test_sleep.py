@@ -37,7 +37,7 @@ def test_all_engines_sleep_and_wake() -> None:
     replicas = [Replica(0), Replica(1)]
     assert put_to_sleep(replicas, 5.0) == [] and wake_caches(replicas, 5.0) == []
     assert [each.calls for each in replicas] == [[("sleep",), ("wake", "kv_cache")]] * 2
-    assert put_to_sleep(replicas, 5.0, 600.0) == [] and replicas[0].bounds_s == [5.0, 5.0, 605.0]
+    assert put_to_sleep(replicas, 5.0, start_s=600.0) == [] and replicas[0].bounds_s == [5.0, 5.0, 605.0]
 
 
 @pytest.mark.parametrize("also", [{}, {"shutdown": DEAD}], ids=["it lives", "its actor has died"])
