@@ -128,9 +128,7 @@ def test_the_classifiers_claim_the_python_that_tests_run_with_and_the_page_says_
     assert len(workflows) >= 2 and claimed == run == {"3.11"}
     page = " ".join((ROOT / "docs" / "install.md").read_text().split())
     untried = "3.12" in SpecifierSet(project["requires-python"])
-    assert untried == (
-        "CPU runs were made with Python 3.11. For 3.12 both locks are resolved; nothing was run." in page
-    )
+    assert untried == ("CPU runs were made with Python 3.11. On 3.12" in page)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / ".github" / "workflows").iterdir()))

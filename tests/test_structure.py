@@ -60,6 +60,8 @@ BOUNDED_ELSEWHERE = {
     "rollout/resume/journal.py:RolloutJournal.keep_up": "nobody waits for it",
     "rollout/resume/journal.py:RolloutJournal._tidy": "nobody waits for it",
     "rollout/orchestrator/prompt_groups.py:PromptGroups._settle_kept": "the trainer that waits for the batch, timeouts.generate_s",  # noqa: E501
+    "rollout/engine/replica.py:EngineReplica.start": "the pool, timeouts.engine_start_s",
+    "rollout/engine/replica.py:EngineReplica.sleep": "`put_to_sleep`, timeouts.rpc_s; engine_start_s with it",
     "rollout/engine/replica.py:EngineReplica._reported": "the fleet, timeouts.rpc_s after the report is due",
     "rollout/transport/gather.py:BatchDecoder._decode": "`BatchDecoder.text`, timeouts.rpc_s",
     "rollout/transport/link.py:LinkServer.take": "whoever takes, timeouts.rpc_s after it is due",
