@@ -39,6 +39,7 @@ FAST: list[Case] = [
     (2, "qwen2_5_vl", {}, ALL | {"steps": 2}),
     (1, "qwen3_vl", {}, ALL),
     (2, "qwen3_vl", SP2, ALL),
+    (2, "qwen3_vl_moe", {"expert": 2}, ALL),
 ]
 FULL: list[Case] = [
     (2, "qwen2_5_vl", {"tensor": 2}, ALL),
@@ -53,6 +54,10 @@ FULL: list[Case] = [
     (4, "qwen3_vl", {"pipeline": 2, **SP2}, ALL),
     (2, "qwen3_vl-tied", {"pipeline": 2}, ALL),
     (2, "qwen2_5_vl-tied", SP2, ALL),
+    (1, "qwen3_vl_moe", {}, ALL),
+    (2, "qwen3_vl_moe", SP2, ALL),
+    (2, "qwen3_vl_moe", {"pipeline": 2}, ALL),
+    (4, "qwen3_vl_moe", {"expert": 2, **SP2, "expert_tensor": 1}, ALL),
 ]
 
 
