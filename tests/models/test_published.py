@@ -117,6 +117,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
         750,
         8_767_123_696,
     ),
+    "Qwen3-VL-30B-A3B": (
+        {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "tie_word_embeddings": False,
+         "text_config": _config("", (48, 2048, 6144, 32, 4, 151936, 262144), moe_intermediate_size=768,
+                                rope_scaling={"rope_type": "default", "mrope_section": [24, 20, 20]}, **_QWEN3_MOE),
+         "vision_config": {"out_hidden_size": 2048}},
+        18_867 + 351,
+        31_070_754_032,
+    ),
 }  # fmt: skip
 
 

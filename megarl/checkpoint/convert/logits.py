@@ -14,12 +14,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megarl.chat.tokenize import load_tokenizer
+from megarl.models.architecture.architecture import ModelInfo, VisionTower
 from megarl.models.hf.model_files import hf_files, megatron_step
 from megarl.models.hf.read_config import load_info
+from megarl.queue.images import ImageRef, positions
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def compare_logprobs(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor])
 
 
 def logprobs(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Return the log-probs [T, V] of each text (token ids), fp32 on the CPU."""
+    """Return the log-probs [T, V] of each text (token ids), fp32 on the CPU; of a model that sees also of a picture."""
     with torch.inference_mode():
         return _by_transformers(path, ids) if megatron_step(path) is None else _by_megatron(path, ids)
 
@@ -76,15 +79,44 @@ def logprobs(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
 def _by_transformers(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    sees = load_info(path).vision is not None
+    info = load_info(path)
     model = (
-        (AutoModelForImageTextToText if sees else AutoModelForCausalLM)
+        (AutoModelForCausalLM if info.vision is None else AutoModelForImageTextToText)
         .from_pretrained(hf_files(path), dtype=torch.float32, local_files_only=True, trust_remote_code=False)
         .eval()
     )
     if torch.cuda.is_available():
         model = model.cuda()
-    return [model(torch.tensor([each], device=model.device)).logits[0].log_softmax(-1).cpu() for each in ids]
+    batches: list[dict[str, torch.Tensor]] = [{"input_ids": torch.tensor([each])} for each in ids]
+    if info.vision is not None:
+        batches.append(_picture(info, info.vision))
+    return [
+        model(**{name: value.to(model.device) for name, value in each.items()}).logits[0].log_softmax(-1).cpu()
+        for each in batches
+    ]
+
+
+SHOWN = ImageRef("picture", 1, 2, 2)  # between a token of text and two others
+
+
+def _picture(info: ModelInfo, tower: VisionTower) -> dict[str, torch.Tensor]:
+    """Return what transformers takes for a picture of random pixels with text around it."""
+    patches_PC = _pixels(tower)
+    mean, std = (torch.tensor(each)[:, None] for each in (tower.mean, tower.std))
+    pixels = (patches_PC.view(len(patches_PC), tower.channels, -1) / 255 - mean) / std
+    shown = torch.tensor([[0, *[1] * SHOWN.tokens, 0, 0]])
+    return {
+        "input_ids": torch.where(shown == 1, info.raw["image_token_id"], 1),
+        "mm_token_type_ids": shown,
+        "pixel_values": pixels.flatten(1),
+        "image_grid_thw": torch.tensor([[1, SHOWN.height * tower.merge, SHOWN.width * tower.merge]]),
+    }
+
+
+def _pixels(tower: VisionTower) -> torch.Tensor:
+    """Return the patches of SHOWN, uint8, the same ones in every process."""
+    shape = (SHOWN.tokens * tower.merge**2, tower.patch_size)
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 
 
 def _by_megatron(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -102,8 +134,11 @@ def _by_megatron(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]
         (chunk,) = build_model(info, transformer_config(info, Layout(), "fp32", initialize=False), Layout())
         load_weights([chunk], info, path)
         chunk.eval()
+        samples: list[tuple[Sequence[int], dict[str, Any]]] = [(each, {}) for each in ids]
+        if info.vision is not None:
+            samples.append(_packed_picture(info.vision, device))
         results = []
-        for each in ids:
+        for each, more in samples:
             bounds = torch.tensor([0, len(each)], dtype=torch.int32, device=device)
             packed = PackedSeqParams(
                 qkv_format="thd",
@@ -112,15 +147,26 @@ def _by_megatron(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]
                 max_seqlen_q=len(each),
                 max_seqlen_kv=len(each),
             )
-            positions_1T = torch.arange(len(each), device=device)[None]
+            places = torch.from_numpy(positions(len(each), [SHOWN] if more else []))[:, None].to(device)
             logits_1TV = chunk(
                 input_ids=torch.tensor([each], device=device),
-                position_ids=positions_1T if info.vision is None else positions_1T.expand(3, 1, -1),
+                position_ids=places if info.vision is not None else places[0],
                 attention_mask=None,
                 packed_seq_params=packed,
+                **more,
             )
             results.append(logits_1TV[0, :, : info.vocab_size].float().log_softmax(-1).cpu())
         return results
+
+
+def _packed_picture(tower: VisionTower, device: torch.device) -> tuple[list[int], dict[str, Any]]:
+    """Return the token ids of SHOWN and the text around it, and what Megatron's model takes besides."""
+    from megarl.models.megatron.vision_model import ImageBatch
+
+    grid = torch.tensor([[1, SHOWN.height * tower.merge, SHOWN.width * tower.merge]])
+    features = torch.arange(SHOWN.tokens)
+    images = ImageBatch(grid, features + SHOWN.offset, features, lambda: _pixels(tower))
+    return [1] * (SHOWN.end + 2), {"images": images.to(device)}
 
 
 @contextmanager

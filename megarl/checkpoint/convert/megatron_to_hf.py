@@ -16,6 +16,7 @@ from megarl.checkpoint.format.manifest import fsync
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
 from megarl.models.hf.directory import fingerprint
 from megarl.models.hf.export import ExportedTensor, copy_side_files, plan_files
+from megarl.models.hf.fused import fuse, fused_tensors, joined
 from megarl.models.hf.model_files import HF_FILES, HF_SHARD_BYTES
 from megarl.models.hf.safetensors import HF_INDEX, encode_header, write_index
 
@@ -32,10 +33,15 @@ class MegatronToHF:
         self.source = source
         self.dtype = dtype
 
-        def target(name: str) -> torch.dtype:
-            return source.dtype(name) if dtype is None or source.stored(name).entry.rule.buffer else dtype
+        self._fused = fused_tensors(source.info, source.entries)
 
-        specs = [ExportedTensor(name, source.shape(name), target(name), 0) for name in source.names()]
+        def target(name: str) -> ExportedTensor:
+            first = self._fused[name].parts[0][0] if name in self._fused else name
+            keeps = dtype is None or source.stored(first).entry.rule.buffer
+            shape = self._fused[name].shape if name in self._fused else source.shape(name)
+            return ExportedTensor(name, shape, source.dtype(first) if keeps or dtype is None else dtype, 0)
+
+        specs = [target(name) for name in joined(source.names(), self._fused)]
         self.files = plan_files(specs, shard_bytes)
         self._headers = {name: encode_header(tensors) for name, tensors in self.files}
         self._places: dict[str, tuple[str, int, ExportedTensor]] = {}
@@ -82,7 +88,8 @@ class MegatronToHF:
         """Write neighbouring tensors, or rows of one, into their places; they are on the disk when it returns."""
         unit = self.units[number]
         for item in unit:
-            self.source.will_need(item.what, item.start, item.stop)
+            if item.what not in self._fused:
+                self.source.will_need(item.what, item.start, item.stop)
         path, at = partial / self._places[unit[0].what][0], unit[0]
         with writing(path, lambda: at.what):
             descriptor = os.open(path, os.O_WRONLY)
@@ -111,9 +118,15 @@ class MegatronToHF:
         """Return the number of tensors and files, in words."""
         return f"{self.tensors} tensors in {len(self.files)} files"
 
+    def _rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if name not in self._fused:
+            return self.source.rows(name, start, stop)
+        experts = self._fused[name].parts[start:stop]
+        return fuse([[self.source.rows(part, 0, self.source.shape(part)[0]) for part in parts] for parts in experts])
+
     def _write(self, descriptor: int, item: Item[str]) -> None:
         _, offset, spec = self._places[item.what]
-        rows = self.source.rows(item.what, item.start, item.stop).to(spec.dtype).contiguous()
+        rows = self._rows(item.what, item.start, item.stop).to(spec.dtype).contiguous()
         if rows.numel() == 0:
             return
         position = offset + item.start * (item.nbytes // (item.stop - item.start))

@@ -216,5 +216,7 @@ def changes(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
 
 
 def _plain(value: object) -> object:
-    """Convert a tuple to a list, as JSON has it."""
-    return list(value) if isinstance(value, tuple) else value
+    """Convert tuples to lists, also those inside of others, as JSON has them."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (tuple, list)) else value

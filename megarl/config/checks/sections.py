@@ -112,6 +112,7 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
         layout.model_problems(config.trainer, config.megatron, config.rollout, info),
         _lengths(config, info),
         _vision(config, info),
+        _patches(config, info),
         teacher_problems(config, info, max_sequence_tokens(config, info), files=files),
     )
     problems += itertools.chain.from_iterable(of_model)
@@ -375,6 +376,18 @@ def _shape(model: ModelConfig, info: ModelInfo) -> Iterator[str]:
         yield (
             f"model.shape: {model.shape} is of another model than model.path (different: {', '.join(differs)}); "
             "correct it, or set model.shape=null"
+        )
+
+
+def _patches(config: Config, info: ModelInfo) -> Iterator[str]:
+    most, vision = config.trainer.micro_batch_patches, config.model.vision
+    if info.vision is None or most is None:
+        return
+    needed = vision.images_per_prompt * (vision.max_pixels // info.vision.patch**2)
+    if most < needed:
+        yield (
+            f"trainer.micro_batch_patches: {most} is less than the {needed} patches that the images of one prompt may "
+            "have; raise it, or lower model.vision.max_pixels or images_per_prompt"
         )
 
 

@@ -141,8 +141,8 @@ def _model_problems(config: Config, teacher: TeacherConfig, key: str, info: Mode
             f"{key}.path: it has {own.vocab_size} rows of the vocabulary, and the policy can sample {info.vocab_size} "
             "tokens; use a teacher that scores all of them"
         )
-    if (own.vision is None) != (info.vision is None):
-        yield f"{key}.path: teacher and policy must both see images, or both read text only; use another teacher"
+    if _pixels(own) != _pixels(info):
+        yield f"{key}.path: teacher and policy must take the same patches of images, or both none; use another teacher"
     needed = scored_tokens(longest) if teacher.where == "engine" else longest
     if own.max_positions < needed:
         yield (
@@ -155,3 +155,9 @@ def _model_problems(config: Config, teacher: TeacherConfig, key: str, info: Mode
         if problem.startswith(concerned):
             name = "tensor_parallel" if teacher.where == "engine" else "where"
             yield f"{key}.{name}: {problem.partition(': ')[2]} ({problem.partition(':')[0]})"
+
+
+def _pixels(info: ModelInfo) -> tuple[int, ...]:
+    """Return what the patches of images depend on; () for a model that reads text only."""
+    tower = info.vision
+    return () if tower is None else (tower.patch, tower.frames, tower.merge, tower.channels)

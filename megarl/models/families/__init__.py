@@ -28,7 +28,7 @@ _MODULES = (
     qwen2_5_vl,
     qwen3,
     qwen3_moe,
-    qwen3_vl,
 )
+_ALL = (*(module.FAMILY for module in _MODULES), qwen3_vl.DENSE_FAMILY, qwen3_vl.MOE_FAMILY)
 
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
+FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}

@@ -27,6 +27,9 @@ class Family:
     For models that see: `language(raw)` returns the config of the language model in the form of a text model's,
     `vision(info)` the rules of the tower, which come before `rules`, and `aliases` the prefixes under which files have
     names of the table: (theirs, the table's).
+
+    `fused`: tensors of the files that hold the matrices of all experts of a layer, [experts, in, out]: name template,
+    and the templates of the matrices, side by side along `out` (see models/hf/fused.py).
     """
 
     name: str
@@ -40,6 +43,7 @@ class Family:
     language: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw: raw
     vision: Callable[[ModelInfo], tuple[Rule, ...]] = lambda info: ()
     aliases: tuple[tuple[str, str], ...] = ()
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def rules_of(self, info: ModelInfo) -> tuple[Rule, ...]:
         """Return all rules of a model of this family."""

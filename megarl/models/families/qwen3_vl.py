@@ -1,12 +1,15 @@
-"""Qwen3-VL: Qwen3 with a vision tower, several of whose layers feed the first language layers (deepstack)."""
+"""Qwen3-VL: Qwen3 with a vision tower, several of whose layers feed the first language layers (deepstack).
+
+Its mixture of experts is Qwen3-MoE's, with the experts of a layer in one tensor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.models.families import qwen3
-from megarl.models.families.base import DENSE, Family
+from megarl.models.families import qwen3, qwen3_moe
+from megarl.models.families.base import DENSE, MOE, Family
 from megarl.models.families.vision import language_config, read_tower, tower_rules, under
 
 _DEFAULTS = {  # transformers' Qwen3VLVisionConfig
@@ -46,18 +49,37 @@ _SHAPES = {
 LANGUAGE = "model.language_model."
 
 
-def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _vision(raw: Mapping[str, Any]) -> dict[str, Any]:
     half = (0.5, 0.5, 0.5)
-    tower = read_tower(raw, _DEFAULTS, half, half, interleaved=True)
-    return {**qwen3.FAMILY.read(raw), "vision": tower}
+    return {"vision": read_tower(raw, _DEFAULTS, half, half, interleaved=True)}
 
 
-FAMILY = Family(
+def _read_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
+    if not raw.get("norm_topk_prob", True):
+        raise ValueError("norm_topk_prob=false is not supported in this family: transformers ignores it")
+    return qwen3_moe.FAMILY.read({**raw, "norm_topk_prob": True}) | _vision(raw)
+
+
+_EXPERTS = f"{LANGUAGE}layers.{{layer}}.mlp.experts."
+DENSE_FAMILY = Family(
     "qwen3_vl",
     "Qwen3VLForConditionalGeneration",
     under(LANGUAGE, DENSE),
-    _read,
+    lambda raw: qwen3.FAMILY.read(raw) | _vision(raw),
     defaults={"num_key_value_heads": 32, "rope_theta": 5e6},
     language=language_config,
     vision=lambda info: tower_rules("model.visual.", _SHAPES, info),
+)
+MOE_FAMILY = Family(
+    "qwen3_vl_moe",
+    "Qwen3VLMoeForConditionalGeneration",
+    under(LANGUAGE, MOE),
+    _read_moe,
+    defaults={"num_key_value_heads": 16, "rope_theta": 5e6},
+    language=language_config,
+    vision=DENSE_FAMILY.vision,
+    fused=(
+        (f"{_EXPERTS}gate_up_proj", (f"{_EXPERTS}{{expert}}.gate_proj.weight", f"{_EXPERTS}{{expert}}.up_proj.weight")),
+        (f"{_EXPERTS}down_proj", (f"{_EXPERTS}{{expert}}.down_proj.weight",)),
+    ),
 )

@@ -18,6 +18,7 @@ import torch
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.architecture.mapping import Entry
 from megarl.models.families import FAMILIES
+from megarl.models.hf.fused import fused_tensors, split_records
 from megarl.models.hf.read_config import load_info
 from megarl.models.hf.safetensors import DTYPES, TensorRecord, read_records
 from megarl.models.megatron.shards import EMBEDDING, table
@@ -100,7 +101,8 @@ class HFDirectory:
         self.path = Path(path)
         self.info = info or load_info(self.path)
         self.entries = table(self.info)
-        self.records = _by_table_names(read_records(self.path), self.info)
+        records = _by_table_names(read_records(self.path), self.info)
+        self.records, self._matrices = split_records(records, fused_tensors(self.info, self.entries))
         check_tensors(self.path, self.records, self.entries, self.info)
         self.left_out = [name for name in self.records if is_left_out(name, self.info)]
         self._maps: dict[Path, tuple[MappedFile, int]] = {}
@@ -130,18 +132,30 @@ class HFDirectory:
     def rows(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> torch.Tensor:
         """Return rows [start, stop) along axis 0, a view of the file. Raises ValueError if the file is truncated.
 
-        `columns`: the part of them along axis 1.
+        `columns`: the part of them along axis 1. Rows of a fused tensor's matrix are copied.
         """
+        if name in self._matrices:
+            return self._matrix(name)[start:stop, slice(*columns or (None, None))].contiguous()
         file, dtype, shape, offset = self._place(name)
         step = dtype.itemsize * torch.Size(shape[1:]).numel()
         rows = file.tensor(dtype, (stop - start, *shape[1:]), offset + start * step)
         return rows if columns is None else rows[:, slice(*columns)]
 
     def will_need(self, name: str, start: int, stop: int) -> None:
-        """Ask the kernel to read these rows ahead."""
+        """Ask the kernel to read these rows ahead; does nothing for the matrix of an expert in a fused tensor."""
+        if name in self._matrices:
+            return
         file, dtype, shape, offset = self._place(name)
         step = dtype.itemsize * torch.Size(shape[1:]).numel()
         file.will_need(offset + start * step, offset + stop * step)
+
+    def _matrix(self, name: str) -> torch.Tensor:
+        """Return a matrix [out, in] of a fused tensor, a view of the file."""
+        file, dtype, _, offset = self._place(name)
+        place = self._matrices[name]
+        _, inputs, outputs = place.record.shape
+        begin = offset + place.expert * inputs * outputs * dtype.itemsize
+        return file.tensor(dtype, (inputs, outputs), begin)[:, place.start : place.stop].T
 
     def _place(self, name: str) -> tuple[MappedFile, torch.dtype, tuple[int, ...], int]:
         record = self.records[name]

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from megarl.common.trust.object_collectives import Codec, all_gather, codec_of
 from megarl.common.values import MIB
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.architecture.mapping import Entry
+from megarl.models.hf.fused import FusedTensor, FusedWriter, fused_tensors, joined
 from megarl.models.hf.gather import Gather, GatherRequest, GlooWaiter, Rows, TensorPart, build_gathers
 from megarl.models.hf.gather_pairs import connect_pairs, pairs_of
 from megarl.models.hf.model_files import HF_SHARD_BYTES, hf_files
@@ -32,6 +33,7 @@ from megarl.models.hf.safetensors import SafetensorsWriter, TensorHeader, write_
 from megarl.models.megatron.shards import Shard, local_shards, table
 
 logger = logging.getLogger(__name__)
+SHARED = -1  # the owner of a fused tensor, which every owner of its experts writes
 _NAMES: Codec[list[str]] = codec_of(list[str])
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
@@ -187,13 +189,16 @@ def save_hf(
     if out.exists() and not overwrite:
         raise ValueError(f"{out} exists already; choose another directory or remove it")
     partial = out.with_name(f".{out.name}.partial")
-    files = plan_files(exporter.manifest(), shard_bytes)
+    fused = fused_tensors(exporter.info, table(exporter.info))
+    files = plan_files(_as_published(exporter.manifest(), fused), shard_bytes)
+    shared = FusedWriter(partial, {name: tensors for name, tensors in files if tensors[0].owner == SHARED}, fused)
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         copy_side_files(hf_files(hf_source_dir), partial, exporter.dtype)
+        shared.create()
     torch.distributed.barrier(group)
-    _write_own_files(exporter, partial, files, rank)
+    _write_own_files(exporter, partial, files, rank, shared)
     torch.distributed.barrier(group)
     if rank == 0:
         if len(files) > 1:
@@ -208,6 +213,17 @@ def save_hf(
             os.replace(partial, out)
         logger.info("%s: %d files, %.1f MiB", out, len(files), sum(t.nbytes for t in exporter.manifest()) / MIB)
     torch.distributed.barrier(group)
+
+
+def _as_published(manifest: Sequence[ExportedTensor], fused: Mapping[str, FusedTensor]) -> list[ExportedTensor]:
+    """Return the tensors of the files: fused ones, whose experts are those of several owners, in place of matrices."""
+    by_name = {tensor.name: tensor for tensor in manifest}
+    return [
+        ExportedTensor(name, fused[name].shape, by_name[fused[name].parts[0][0]].dtype, SHARED)
+        if name in fused
+        else by_name[name]
+        for name in joined([tensor.name for tensor in manifest], fused)
+    ]
 
 
 def plan_files(manifest: Sequence[ExportedTensor], shard_bytes: int) -> list[tuple[str, list[ExportedTensor]]]:
@@ -231,13 +247,20 @@ def plan_files(manifest: Sequence[ExportedTensor], shard_bytes: int) -> list[tup
 
 
 def _write_own_files(
-    exporter: HFExporter, directory: Path, files: list[tuple[str, list[ExportedTensor]]], rank: int
+    exporter: HFExporter,
+    directory: Path,
+    files: list[tuple[str, list[ExportedTensor]]],
+    rank: int,
+    shared: FusedWriter,
 ) -> None:
     file_of = {tensor.name: (name, tensors) for name, tensors in files for tensor in tensors}
     writer: SafetensorsWriter | None = None
     current = ""
     for tensor, value in exporter.stream():
         if value is None:
+            continue
+        if shared.takes(tensor.name):
+            shared.write(tensor.name, value.detach().cpu())
             continue
         name, tensors = file_of[tensor.name]
         if name != current:
@@ -248,6 +271,7 @@ def _write_own_files(
         writer.write(tensor.name, value)
     if writer is not None:
         writer.close()
+    shared.close()
 
 
 def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:

@@ -40,6 +40,7 @@ OTHERS: list[tuple[str, Sizes]] = [
     ("mistral", (2, 1, 1, 1)),
     ("qwen2_5_vl", (2, 1, 1, 1)),
     ("qwen3_vl", (1, 2, 1, 1)),
+    ("qwen3_vl_moe", (1, 1, 1, 2)),
     ("qwen2_5_vl", (2, 2, 2, 1)),
     ("deepseek_v3", (2, 2, 2, 2)),
     ("mistral", (2, 2, 2, 1)),

@@ -17,6 +17,7 @@ from megarl.checkpoint.convert import logits
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.architecture.mapping import Entry
 from megarl.models.megatron import shards
+from megarl.models.megatron.vision_model import VisionGPTModel
 from tests.support.checkpoints.converter import convert, run, run_forked
 from tests.support.models.tiny import make_tiny_model
 
@@ -54,6 +55,21 @@ def test_log_probs_decide(model_dir: Callable[[str], Path], tmp_path: Path) -> N
         convert("import", "--hf", source, "--out", tmp_path / "wrong")
         code, out = verify_logits(source, tmp_path / "wrong", tmp_path / "log")
     assert "0 differing" in out, "the mutation undoes itself"
+    assert code == 1 and "ABOVE 1e-05" in out, out
+
+
+def test_log_probs_of_a_model_that_sees_show_its_tower(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    source = model_dir("qwen2_5_vl")
+    convert("import", "--hf", source, "--out", tmp_path / "right")
+    code, out = verify_logits(source, tmp_path / "right", tmp_path / "log")
+    assert code == 0 and "0 differing" in out and "within 1e-05" in out, out
+
+    def inverted(self: Any, patches: torch.Tensor, grids: torch.Tensor) -> Any:
+        return features(self, 255 - patches, grids)
+
+    features = VisionGPTModel._features
+    with mock.patch.object(VisionGPTModel, "_features", inverted):
+        code, out = verify_logits(source, tmp_path / "right", tmp_path / "log")
     assert code == 1 and "ABOVE 1e-05" in out, out
 
 

@@ -1,6 +1,6 @@
 """A mini-batch with pictures, and what transformers makes of it, one unpadded sequence at a time.
 
-One picture; two of different size; text only; the one picture again behind another; a sampled image token.
+One picture; two of different size; text only; the one picture again behind another.
 """
 
 from __future__ import annotations
@@ -55,12 +55,11 @@ def vision_samples(model_dir: Path) -> list[TrainSample]:
             own = plain_logprobs(model, sample, model_dir)
             for name, scale in (("old_logprobs", 0.3), ("reference_logprobs", 0.2)):
                 sample.streams[name] = own + scale * torch.randn(own.shape, generator=generator)
-    # The policy may sample an image's token, which then is text: transformers would want a picture for it.
     return samples
 
 
 @cache
-def reference_model(model_dir: Path) -> torch.nn.Module:
+def reference_model(model_dir: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32)
 
 
@@ -70,13 +69,13 @@ def patches_of(model_dir: Path) -> dict[str, np.ndarray]:
     return {name: processor.patches(content) for name, content in PICTURES.items()}
 
 
-def plain_logprobs(model: torch.nn.Module, sample: TrainSample, model_dir: Path) -> torch.Tensor:
+def plain_logprobs(model: Any, sample: TrainSample, model_dir: Path) -> torch.Tensor:
     """Log-probs of the response tokens by transformers, with pixels from its own image processor."""
     ids = torch.tensor([sample.prompt_ids + sample.response_ids])
     more: dict[str, Any] = {}
     if sample.images:
         more = _pixels(model_dir, [image.hash for image in sample.images])
-        more["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        more["mm_token_type_ids"] = ids.eq(model.config.image_token_id).int()
     logits = model(input_ids=ids, use_cache=False, **more).logits[0, len(sample.prompt_ids) - 1 : -1] / TEMPERATURE
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
 

@@ -106,7 +106,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         {"rms_norm_eps": 1e-5, "first_k_dense_replace": None, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2},
     ),
 }
-VISION = ("qwen2_5_vl", "qwen3_vl")  # compared with transformers in tests/trainer/test_vision.py
+VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # compared with transformers in tests/trainer/test_vision.py
 MOE = ("deepseek_v3", "glm4_moe", "glm4_moe_air", "glm4_moe_lite", "mixtral", "moonlight", "qwen3_moe")
 # Single tokens, equal neighbours, one long text alone, totals that TP must pad.
 LENGTHS = [(5, 5, 17, 60), (45,), (7, 1, 9), (3, 3, 4)]

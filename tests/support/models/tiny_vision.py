@@ -88,7 +88,8 @@ def make_tiny_vision(directory: Path, family: str = "qwen2_5_vl", seed: int = 0,
     }  # fmt: skip
     sizes = _text(family, 512, {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, **text})
     vision = _vision(family, sizes["hidden_size"])
-    config = AutoConfig.for_model(family, text_config=sizes, vision_config=vision, tie_word_embeddings=False, **ids)
+    tied = sizes["tie_word_embeddings"]
+    config = AutoConfig.for_model(family, text_config=sizes, vision_config=vision, tie_word_embeddings=tied, **ids)
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # zero biases and unit norms would hide a wrong mapping

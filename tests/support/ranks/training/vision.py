@@ -72,7 +72,9 @@ def save_and_resume(
     with built_policy(vision_config(model_dir, **own, **changes), make_layout(**layout)) as policy:
         policy.read_patches = lambda image: torch.from_numpy(patches[image.hash])
         _, mine = own_share(samples)
-        checkpointer = Checkpointer(policy.config, policy, torch.distributed.group.WORLD, lambda said: None)
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        checkpointer = Checkpointer(policy.config, policy, group, lambda said: None)
         resumed = checkpointer.restore(lambda chosen: None) is not None
         if not resumed:
             policy.update(mine)

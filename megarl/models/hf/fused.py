@@ -1,0 +1,158 @@
+"""Files that keep the experts of a layer in one tensor, [experts, in, out], seen as matrices [out, in] of experts.
+
+The family's table has the matrices, as Megatron-Core does. `out` joins several of them, such as gate and up projection.
+
+Shapes: E experts, I and O rows and columns of a fused tensor, which are its experts' inputs and outputs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.architecture.mapping import Entry
+from megarl.models.families import FAMILIES
+from megarl.models.hf.safetensors import TensorHeader, TensorRecord, encode_header
+
+
+@dataclass(frozen=True)
+class FusedTensor:
+    """A tensor of the files, [E, I, O]. `parts`: for each expert, the names of the matrices that make up O."""
+
+    name: str
+    shape: tuple[int, int, int]
+    parts: tuple[tuple[str, ...], ...]
+
+    def matrices(self) -> Iterator[tuple[str, int, int, int]]:
+        """Yield the name of each matrix, its expert, and the columns [start, stop) of O that it has."""
+        width = self.shape[2] // len(self.parts[0])
+        for expert, names in enumerate(self.parts):
+            yield from ((name, expert, i * width, (i + 1) * width) for i, name in enumerate(names))
+
+
+def fused_tensors(info: ModelInfo, entries: Mapping[str, Entry]) -> dict[str, FusedTensor]:
+    """Return the fused tensors of a model's files by name; {} for families without such."""
+    shapes = {name: shape for entry in entries.values() for name, shape in zip(entry.names, entry.shapes, strict=True)}
+    found = {}
+    for template, parts in FAMILIES[info.family].fused:
+        for layer in filter(info.is_moe_layer, range(info.num_layers)):
+            experts = tuple(
+                tuple(part.format(layer=layer, expert=expert) for part in parts)
+                for expert in range(info.num_experts or 0)
+            )
+            rows, columns = shapes[experts[0][0]]
+            name = template.format(layer=layer)
+            found[name] = FusedTensor(name, (len(experts), columns, rows * len(parts)), experts)
+    return found
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Where a matrix lies in the files: columns [start, stop) of expert `expert` of the fused tensor of `record`."""
+
+    record: TensorRecord
+    expert: int
+    start: int
+    stop: int
+
+
+def split_records(
+    records: dict[str, TensorRecord], fused: Mapping[str, FusedTensor]
+) -> tuple[dict[str, TensorRecord], dict[str, Matrix]]:
+    """Return the files' tensors with matrices in the place of fused tensors, and where these are.
+
+    Raises ValueError for a fused tensor of another shape than the table implies.
+    """
+    split: dict[str, TensorRecord] = {}
+    matrices: dict[str, Matrix] = {}
+    for name, record in records.items():
+        if name not in fused:
+            split[name] = record
+            continue
+        if record.shape != fused[name].shape:
+            raise ValueError(
+                f"{name} in {record.file}: shape {list(record.shape)}, config.json implies {list(fused[name].shape)} "
+                "(experts, in, out)"
+            )
+        for each, expert, start, stop in fused[name].matrices():
+            shape = (stop - start, record.shape[1])
+            split[each] = TensorRecord(record.file, record.dtype, shape, record.begin, record.end)
+            matrices[each] = Matrix(record, expert, start, stop)
+    return split, matrices
+
+
+def joined(names: Sequence[str], fused: Mapping[str, FusedTensor]) -> list[str]:
+    """Return the names that the files have, in order: a fused tensor's where the first of its matrices stands."""
+    owner = {part: name for name, each in fused.items() for parts in each.parts for part in parts}
+    return list(dict.fromkeys(owner.get(name, name) for name in names))
+
+
+class FusedWriter:
+    """Writes a rank's matrices into fused tensors of files that it shares with other ranks.
+
+    `files`: the tensors of each file by its name, all of them fused.
+    """
+
+    def __init__(
+        self, directory: Path, files: Mapping[str, Sequence[TensorHeader]], fused: Mapping[str, FusedTensor]
+    ) -> None:
+        self._directory, self._files = directory, files
+        self._places: dict[str, tuple[str, int, TensorHeader]] = {}  # of a fused tensor: file, first byte, header
+        for file, tensors in files.items():
+            offset = len(encode_header(tensors))
+            for each in tensors:
+                self._places[each.name] = (file, offset, each)
+                offset += each.nbytes
+        self._matrices: dict[str, tuple[FusedTensor, int, int, int]] = {
+            name: (each, expert, start, stop)
+            for each in fused.values()
+            for name, expert, start, stop in each.matrices()
+        }
+        self._slabs: dict[tuple[str, int], torch.Tensor] = {}  # [I, O] of experts that lack matrices yet
+        self._open: dict[str, BinaryIO] = {}
+
+    def create(self) -> None:
+        """Make every file in its full size, with its header. One rank calls it, before others write."""
+        for file, tensors in self._files.items():
+            header = encode_header(tensors)
+            with (self._directory / file).open("wb") as out:
+                out.write(header)
+                out.truncate(len(header) + sum(each.nbytes for each in tensors))
+
+    def takes(self, name: str) -> bool:
+        """Return whether the tensor is a matrix of a fused one."""
+        return name in self._matrices
+
+    def write(self, name: str, matrix: torch.Tensor) -> None:
+        """Add a matrix [out, in]. An expert is written when it has all of its."""
+        tensor, expert, start, stop = self._matrices[name]
+        file, offset, header = self._places[tensor.name]
+        slab_IO = self._slabs.setdefault((tensor.name, expert), torch.empty(tensor.shape[1:], dtype=header.dtype))
+        slab_IO[:, start:stop] = matrix.T
+        if name != tensor.parts[expert][-1]:
+            return
+        del self._slabs[tensor.name, expert]
+        if file not in self._open:
+            self._open[file] = (self._directory / file).open("r+b")
+        self._open[file].seek(offset + expert * slab_IO.nbytes)
+        self._open[file].write(slab_IO.reshape(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """Flush the files to the disk. Raises ValueError if an expert lacks a matrix."""
+        for file in self._open.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        if self._slabs:
+            raise ValueError(f"{self._directory}: experts without all of their matrices: {list(self._slabs)[:5]}")
+
+
+def fuse(matrices: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """Return the rows [E, I, O] of a fused tensor, of the matrices [out, in] of each of these experts."""
+    return torch.stack([torch.cat([each.T for each in parts], 1) for parts in matrices])
