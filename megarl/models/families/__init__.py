@@ -5,7 +5,6 @@ from __future__ import annotations
 from megarl.models.families import (
     deepseek_v3,
     glm4_moe,
-    glm4_moe_lite,
     llama,
     mistral,
     mixtral,
@@ -20,7 +19,6 @@ from megarl.models.families.base import Family
 _MODULES = (
     deepseek_v3,
     glm4_moe,
-    glm4_moe_lite,
     llama,
     mistral,
     mixtral,
@@ -29,6 +27,6 @@ _MODULES = (
     qwen3,
     qwen3_moe,
 )
-_ALL = (*(module.FAMILY for module in _MODULES), qwen3_vl.DENSE_FAMILY, qwen3_vl.MOE_FAMILY)
+_ALL = (*(module.FAMILY for module in _MODULES), glm4_moe.LITE_FAMILY, qwen3_vl.DENSE_FAMILY, qwen3_vl.MOE_FAMILY)
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
