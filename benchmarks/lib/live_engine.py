@@ -90,6 +90,7 @@ class LiveReplica:
     async def _sleep(self) -> int:
         self.weights.sleep()
         await self._engine.sleep(level=2, mode="keep")
+        self.weights.slept()
         return int(max(await self._engine.collective_rpc("held_bytes")))
 
     async def _wake(self, part: str) -> None:

@@ -37,12 +37,16 @@ OTHERS: list[tuple[str, Sizes]] = [
     ("deepseek_v3", (2, 1, 1, 1)),
     ("deepseek_v3", (1, 2, 1, 1)),
     ("deepseek_v3", (1, 1, 1, 2)),
+    ("glm4_moe", (1, 1, 1, 2)),
+    ("glm4_moe_lite", (1, 2, 1, 1)),
     ("mistral", (2, 1, 1, 1)),
     ("qwen2_5_vl", (2, 1, 1, 1)),
     ("qwen3_vl", (1, 2, 1, 1)),
     ("qwen3_vl_moe", (1, 1, 1, 2)),
     ("qwen2_5_vl", (2, 2, 2, 1)),
     ("deepseek_v3", (2, 2, 2, 2)),
+    ("glm4_moe", (2, 2, 2, 2)),
+    ("glm4_moe_lite", (2, 2, 2, 2)),
     ("mistral", (2, 2, 2, 1)),
 ]
 

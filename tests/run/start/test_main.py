@@ -93,7 +93,7 @@ def test_the_first_rank_tells_torchrun_how_long_a_step_and_a_save_may_take(
     monkeypatch.setattr(main, "_launch_pool", lambda *arguments: None)
     monkeypatch.setattr(main, "begin_events", begin_events)
     chosen = config("model", launch={"stop_before_s": 77})
-    plan: Any = SimpleNamespace(pools=SimpleNamespace(trainer=SimpleNamespace(devices=(0, 1))))
+    plan: Any = SimpleNamespace(pools=SimpleNamespace(trainer=SimpleNamespace(devices=(0, 1))), shared=None)
     with pytest.raises(Stopped):
         main._train(chosen, chosen, plan, io.StringIO(), lambda error: None)
     assert reported == ([77] if rank == 0 else [])
@@ -120,7 +120,7 @@ def test_what_ends_the_training_is_reported_before_the_session_is_closed(monkeyp
     monkeypatch.setattr("megarl.run.loop.session.Session", lambda *_: session)
     monkeypatch.setattr("megarl.run.loop.loop.train", train)
     chosen = config("model")
-    plan: Any = SimpleNamespace(pools=SimpleNamespace(trainer=SimpleNamespace(devices=(0, 1))))
+    plan: Any = SimpleNamespace(pools=SimpleNamespace(trainer=SimpleNamespace(devices=(0, 1))), shared=None)
     with pytest.raises(Stopped):
         main._train(chosen, chosen, plan, io.StringIO(), lambda error: order.append(str(error)))
     assert order == ["notices", "the pool cannot be reached", "closes"], "a notice may tell the cause"

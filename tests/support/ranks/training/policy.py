@@ -107,7 +107,7 @@ def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def one_each(
-    lengths_per_rank: list[list[int]], max_tokens: int, multiple_of: int = 1, minimum: int = 1
+    lengths_per_rank: list[list[int]], max_tokens: int, multiple_of: int = 1, minimum: int = 1, patches: object = None
 ) -> list[list[list[int]]]:
     """Instead of `plan_micro_batches`: no packing at all, and empty micro-batches wherever a replica has fewer."""
     number = max([minimum, *map(len, lengths_per_rank)])
