@@ -237,7 +237,7 @@ def _vision(config: Config, info: ModelInfo) -> Iterator[str]:
         return
     # The engines and the trainer would take the prompts as text.
     yield "data.images_field: images are checked and placed in prompts, but no engine is shown them yet; remove the key"
-    if not info.sees:
+    if info.vision is None:
         yield f"data.images_field: {info.family} has no vision tower and would not see the images; remove the key"
     if config.agent.loop == HARNESS:
         yield "data.images_field: harnesses are shown no images; use another agent.loop, or remove the key"
