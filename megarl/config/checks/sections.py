@@ -235,8 +235,6 @@ def _sizes(config: Config) -> Iterator[str]:
 def _vision(config: Config, info: ModelInfo) -> Iterator[str]:
     if not config.data.images_field:
         return
-    # The engines and the trainer would take the prompts as text.
-    yield "data.images_field: images are checked and placed in prompts, but no engine is shown them yet; remove the key"
     if info.vision is None:
         yield f"data.images_field: {info.family} has no vision tower and would not see the images; remove the key"
     if config.agent.loop == HARNESS:
