@@ -111,7 +111,7 @@ class PromptImages:
     @classmethod
     def of(cls, model: Path, info: ModelInfo, vision: VisionConfig) -> PromptImages | None:
         """Return that of a model; None if it sees nothing. Raises ValueError if its processor cannot be used."""
-        if not info.sees:
+        if info.vision is None:
             return None
         return cls(ImageProcessor(model, vision.max_pixels), int(info.raw["image_token_id"]), vision.images_per_prompt)
 

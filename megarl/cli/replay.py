@@ -214,6 +214,8 @@ def replay_steps(
     for step in steps:
         with timer.phase("queue"):
             batch, replaced, reused, skipped = read_batch(batches, step), [], [], False
+            if any(row.images for row in batch.trajectories):
+                raise DumpError(f"{batches}: the rows of step {step} have images, whose files are not recorded")
             _check_sets({tag.dataset for tag in batch.tags}, {each.name for each in train_sets(config)}, batches, step)
             if schedule is not None and (scheduled := schedule.get(step)) is not None:
                 replaced = scheduled.replaced if refill_groups(config) else []

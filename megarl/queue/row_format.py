@@ -53,6 +53,11 @@ class EncodedRow:
         """Return the row of a trajectory."""
         return cls(trajectory.key, _row(trajectory), _tag(trajectory))
 
+    @classmethod
+    def of_file(cls, key: str, content: bytes) -> EncodedRow:
+        """Return the row of an image's file, which has no tag."""
+        return cls(key, content, {TAG: "{}"})
+
 
 def encode(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, list[dict[str, str]]]:
     """Return (TensorDict of one jagged uint8 column, tags), one row per trajectory.
@@ -144,6 +149,11 @@ def decode(data: TensorDict, tags: Sequence[Mapping[str, str]]) -> list[Trajecto
         images = tuple(ImageRef(*image) for image in tag.get(_IMAGES, ()))
         trajectories.append(Trajectory(versions=spans, streams=streams, images=images, **own))
     return trajectories
+
+
+def files_of(data: TensorDict) -> list[bytes]:
+    """Return the files in a column of `EncodedRow.of_file`."""
+    return [bytes(row) for row in _rows(data[COLUMN])]
 
 
 def _values(row: memoryview, key: str) -> dict[str, list[Any]]:  # of int, float or bool, by the part

@@ -16,13 +16,13 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from megarl.common.errors import RolloutError
 from megarl.common.process.threads import call_in_thread
-from megarl.queue.row_format import EncodedRow, decode, decode_tag, join_rows
+from megarl.queue.row_format import EncodedRow, decode, decode_tag, files_of, join_rows
 from megarl.queue.socket_auth import lock
 from megarl.queue.trajectory import SampleTag, Trajectory
 
@@ -37,8 +37,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 BACKEND = "SimpleStorage"
 PUT_INTERVAL_S = 0.05  # between the beginnings of two puts while more groups are to follow
+_NO_FILES: Mapping[str, bytes] = {}
 _RETRY_S = 0.5  # until a process that cannot be reached is asked again
 SLICE_S = 2.0  # how often a wait looks whether the queue's processes have ended
+
+
+def image_key(group_id: int, name: str) -> str:
+    """Return the key of the row that holds the file of an image of a group; `name`: the image's hash."""
+    return f"{group_id}:image:{name}"
 
 
 def quiet_library() -> None:
@@ -316,13 +322,17 @@ class QueueWriter(_Client):
     _writing: asyncio.Task[None] | None = None
     _next_at = 0.0
 
-    async def put_group(self, trajectories: Sequence[Trajectory], *, more: bool = False) -> None:
+    async def put_group(
+        self, trajectories: Sequence[Trajectory], files: Mapping[str, bytes] = _NO_FILES, *, more: bool = False
+    ) -> None:
         """Write all samples of a group, including failed ones; raises TimeoutError after the writer's `timeout_s`.
 
+        `files`: those of the images of its prompt by their hashes, each of which is a row of its own (`image_key`).
         `more`: other groups are to follow, so this one may wait for some of them (`PUT_INTERVAL_S`).
         """
         # Now, and not all groups together at the put, which would hold up the event loop for longer.
         rows = [EncodedRow.of(trajectory) for trajectory in trajectories]
+        rows += [EncodedRow.of_file(image_key(trajectories[0].group_id, name), files[name]) for name in files]
         if self._next is None:
             self._next = _Put()
             self._next.task = asyncio.get_running_loop().create_task(self._write(self._next, self._writing))
@@ -382,6 +392,14 @@ class QueueReader(_Client):
             absent = len(keys) - len(found)
             raise KeyError(f"{absent} of {len(keys)} rows are not in the trajectory queue: {missing[:4]}")
         return [decode_tag(tag) for tag in found]
+
+    def fetch_images(self, rows: Sequence[Trajectory]) -> dict[str, bytes]:
+        """Return the files of the images of rows by their hashes, each once; raises KeyError if one is missing."""
+        places = {image.hash: image_key(row.group_id, image.hash) for row in rows for image in row.images}
+        if not places:
+            return {}
+        data, _ = self.call(self.get(list(places.values())), f"send {len(places)} images")
+        return dict(zip(places, files_of(data), strict=True))
 
     def fetch(self, keys: Sequence[str]) -> list[Trajectory]:
         """Return the trajectories of `keys` in their order; raises KeyError if one is missing."""

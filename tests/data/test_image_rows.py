@@ -46,7 +46,7 @@ def jsonl(path: Path, *rows: dict[str, Any]) -> Path:
 def images(tmp_path_factory: pytest.TempPathFactory) -> PromptImages:
     model = make_tiny_vision(tmp_path_factory.mktemp("model"))
     raw = json.loads((model / "config.json").read_text())
-    found = PromptImages.of(model, SimpleNamespace(sees=True, raw=raw), VisionConfig(images_per_prompt=2))
+    found = PromptImages.of(model, SimpleNamespace(vision=object(), raw=raw), VisionConfig(images_per_prompt=2))
     assert found is not None
     return found
 

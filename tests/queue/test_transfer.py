@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from megarl.queue.images import ImageRef
 from megarl.queue.row_format import decode, encode
 from megarl.queue.sample_lines import sample_record
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.queue.transfer import QueueReader, QueueServer, QueueWriter, bounded, start_queue
+from megarl.queue.transfer import QueueReader, QueueServer, QueueWriter, bounded, image_key, start_queue
 from megarl.rollout.agents.trajectory_builder import failed_trajectory
 from megarl.run.record.batch_metrics import record_batch
 from megarl.run.step.plan import plan_step
@@ -276,6 +277,39 @@ def test_rows_come_back_exact_in_any_order_and_only_those_asked_for(ends: Ends) 
     with pytest.raises(KeyError, match=r"1 of 1 rows are not in the trajectory queue: \['0:0'\]"):
         reader.read_tags(["0:0"])
     assert reader.fetch([]) == []
+
+
+def test_files_of_images_travel_once_for_a_group_and_go_with_its_rows(ends: Ends) -> None:
+    writer, reader = ends
+    files = [{"a": b"one", "b": b"the other"}, {"a": b"one"}]
+    images = [(ImageRef("a", 0, 1, 1), ImageRef("b", 1, 1, 1)), (ImageRef("a", 1, 1, 1),)]
+    groups = [[replace(row, images=images[g]) for row in group(g, [2, 3, 4])] for g in range(2)]
+    put: list[int] = []
+
+    async def write() -> None:
+        original = writer.put
+
+        async def counted(keys: list[str], fields: Any, tags: list[dict[str, str]]) -> None:
+            put.append(fields["trajectory"].values().numel())
+            await original(keys, fields, tags)
+
+        writer.put = counted  # type: ignore[method-assign]
+        for rows, own in zip(groups, files, strict=True):
+            await writer.put_group(rows, own)
+
+    asyncio.run(write())
+    rows = [row for each in groups for row in each]
+    assert reader.fetch([row.key for row in rows]) == rows
+    assert reader.fetch_images(rows) == files[0]
+    assert reader.fetch_images(groups[1]) == files[1]
+    assert reader.fetch_images(group(0, [1])) == {}
+    plain = [encode([replace(row, images=()) for row in each])[0]["trajectory"].values().numel() for each in groups]
+    assert put == [size + len(b"".join(own.values())) for size, own in zip(plain, files, strict=True)]
+    asyncio.run(writer.clear([image_key(0, name) for name in files[0]]))
+    with pytest.raises(KeyError):
+        reader.fetch_images(groups[0])
+    assert reader.fetch_images(groups[1]) == files[1]
+    asyncio.run(writer.clear([*(row.key for row in rows), image_key(1, "a")]))
 
 
 @pytest.mark.parametrize("company", ["alone", "with other groups"])

@@ -235,12 +235,13 @@ def _sizes(config: Config) -> Iterator[str]:
 def _vision(config: Config, info: ModelInfo) -> Iterator[str]:
     if not config.data.images_field:
         return
-    # The engines and the trainer would take the prompts as text.
-    yield "data.images_field: images are checked and placed in prompts, but no engine is shown them yet; remove the key"
-    if not info.sees:
+    if info.vision is None:
         yield f"data.images_field: {info.family} has no vision tower and would not see the images; remove the key"
     if config.agent.loop == HARNESS:
         yield "data.images_field: harnesses are shown no images; use another agent.loop, or remove the key"
+    for number, teacher in enumerate(config.teachers):
+        if teacher.where == "engine":
+            yield f"teachers.{number}.where: engines of teachers are shown no images; set it to trainer"
     for each in all_sets(config):
         if isinstance(each, TrainSet) and each.demonstrates:
             yield f"{each.key}.demonstration_field: demonstrations have no images; remove data.images_field"

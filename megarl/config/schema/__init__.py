@@ -49,7 +49,7 @@ class RunConfig(Section):
 
 
 class VisionConfig(Section):
-    """Models that see images, and bounds on what these are; others ignore it."""
+    """Models that see images, and bounds on what these are (docs/training/vision.md); others ignore it."""
 
     train: Literal["none", "projector", "all"] = Field(
         "projector",

@@ -87,9 +87,9 @@ class DataConfig(Section):
     answer_field: str = Field("answer", description="With `fields`: the reference answer.")
     images_field: str | None = Field(
         None,
-        description="A field with the images of the prompt: a path relative to the file, Hugging Face's {bytes, path}, "
-        "or a list of these. null: rows with a column `images` are refused if the model sees. No engine is shown "
-        "images yet, so a config with this key is refused.",
+        description="A field with the images of the prompt (docs/training/vision.md): a path relative to the file, "
+        "Hugging Face's {bytes, path}, or a list of these. null: rows with a column `images` are refused if the model "
+        "sees.",
     )
     tools_field: str | None = Field(
         None,

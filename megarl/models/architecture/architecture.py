@@ -111,11 +111,6 @@ class ModelInfo:
         }
 
     @property
-    def sees(self) -> bool:
-        """Whether the model has a vision tower."""
-        return "vision_config" in self.raw
-
-    @property
     def value_dim(self) -> int:
         """Channels per head of the values and of attention's output."""
         return self.mla.value if self.mla else self.head_dim

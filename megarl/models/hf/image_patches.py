@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.models.hf.model_files import hf_files
+from megarl.queue.images import ImageRef
 
 if TYPE_CHECKING:
     import numpy as np
@@ -123,17 +124,28 @@ class ImageProcessor:
         patches: np.ndarray = made["pixel_values"].astype(np.uint8)
         return patches
 
-    def cached(self, name: str, content: bytes) -> np.ndarray:
-        """Return `patches` of the image with the hash `name`; those of the latest images are kept."""
+    def known(self, name: str) -> np.ndarray | None:
+        """Return the patches of the image with a hash, if it is one of the latest that `patches_of` was asked for."""
         with self._lock:
             if name in self._kept:
                 self._kept.move_to_end(name)
-                found: np.ndarray = self._kept[name]
-                return found
+            return self._kept.get(name)
+
+    def patches_of(self, image: ImageRef, content: bytes) -> np.ndarray:
+        """Return the patches of an image, and keep them. Raises ImageError if `content` is not its file.
+
+        So it is if the file has changed since the prompt was encoded, or that process has other settings.
+        """
+        if (found := self.known(image.hash)) is not None:
+            return found
+        if (own := self.hash(content)) != image.hash:
+            raise ImageError(f"its file and the processor's settings have the hash {own[:12]}, not {image.hash[:12]}")
         made = self.patches(content)
+        if len(made) != image.tokens * self.merge**2:
+            raise ImageError(f"it has {len(made)} patches, and {image.tokens} tokens stand for it")
         with self._lock:
-            if name not in self._kept:
-                self._kept[name] = made
+            if image.hash not in self._kept:
+                self._kept[image.hash] = made
                 self._kept_bytes += made.nbytes
             while self._kept_bytes > CACHE_BYTES and len(self._kept) > 1:
                 self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes

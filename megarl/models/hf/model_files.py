@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from megarl.common.files import inside, refuse_outside_links
 from megarl.common.values import GIB
@@ -70,6 +71,15 @@ def hf_files(path: Path | str) -> Path:
         )
     refuse_outside_links(step / HF_FILES)
     return step / HF_FILES
+
+
+def raw_config(path: Path | str) -> dict[str, Any]:
+    """Return a model's parsed `config.json`; {} if there is none, or it is no JSON object."""
+    try:
+        content = json.loads((hf_files(path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _is_step(path: Path) -> bool:

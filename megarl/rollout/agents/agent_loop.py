@@ -127,6 +127,7 @@ class AgentContext:
             sampling=self.prompt.sampling,
             seed=job.seed_of(self.sample_index, turn),
             priority=0 if job.evaluated is None else job.evaluated.priority,
+            images=self.prompt.images_in(token_ids),
         )
 
     def _check_room(self, token_ids: Sequence[int]) -> None:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
+from megarl.common.errors import RolloutError
+from megarl.common.values import changed
 from megarl.config.schema import Config
 from megarl.evaluation.harness import Mode
 from megarl.queue.trajectory import Trajectory
@@ -101,10 +103,16 @@ class LoopRun:
         self.progress = GroupProgress(job.prompt, kept)
         self.stats = BatchStats()
         self._generate, self._persist = generate, persist
+        self._files: asyncio.Future[dict[str, bytes | Awaitable[bytes]]] | None = None
 
     async def generate(self, request: GenerateRequest, place: RequestPlace, near: int | None) -> GenerateResult:
         """Have an engine answer a request that has begun. `near`: the replica of the sample's turn before."""
         assert self._generate is not None
+        if request.images:
+            if self._files is None:  # once for all requests of the job; each engine fetches them once
+                self._files = asyncio.ensure_future(asyncio.to_thread(_shared_files, self.job.prompt))
+            files = await asyncio.shield(self._files)
+            request = changed(request, files=tuple(files[image.hash] for image in request.images))
         context = self.job.request_context(place, near, self.deadline, self.progress.tokens)
         return await self._generate(request, context)
 
@@ -112,6 +120,20 @@ class LoopRun:
         """Return when what there is outlives this process. Raises RolloutError if it cannot be written."""
         if self._persist is not None:
             await self._persist(self.job.group)
+
+
+def _shared_files(prompt: PromptTask) -> dict[str, bytes | Awaitable[bytes]]:
+    """Return the files of a prompt's images by their hashes, in Ray's object store if there is one.
+
+    Raises RolloutError for a file that is not there any more.
+    """
+    import ray
+
+    try:
+        files = prompt.files()
+    except (OSError, ValueError) as error:
+        raise RolloutError(f"an image of {prompt.prompt.name} cannot be read: {error}") from error
+    return {name: ray.put(content) if ray.is_initialized() else content for name, content in files.items()}
 
 
 Persist = Callable[[int, Mapping[int, GroupProgress]], Awaitable[None]]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.common.process import no_torchvision
 from megarl.common.process.memory_tuning import begin_start, end_start
 from megarl.common.trust.secret_references import resolved
 from megarl.config.checks.engine import RESERVED
 from megarl.config.derived.staleness import evaluates_alongside_training
-from megarl.config.schema import CPU_KV_CACHE_GIB, Config, RolloutConfig
-from megarl.models.hf.model_files import hf_files, megatron_step
+from megarl.config.schema import CPU_KV_CACHE_GIB, Config, RolloutConfig, VisionConfig
+from megarl.models.hf.model_files import hf_files, megatron_step, raw_config
 
 # Lets vLLM's engine process collect garbage rarely until it has imported what it needs, which takes seconds.
 
@@ -89,6 +90,8 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         "enable_prefix_caching": True,
         "seed": config.run.seed,
     }
+    if (raw := raw_config(config.model.path)).get("vision_config"):
+        arguments |= _vision(config.model.vision, raw)
     if not reads_weights(rollout, config.model.path):
         arguments["load_format"] = "dummy"
     if cuda and rollout.tensor_parallel > 1 and not _has_flashinfer_kernels():
@@ -107,6 +110,21 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
             # with other attention ignore this.
             arguments["attention_config"] = {"backend": "CPU_MLA"}
     return {**arguments, **resolved(rollout.engine_kwargs, "rollout.engine_kwargs")}
+
+
+def _vision(vision: VisionConfig, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a model that sees. It gets patches that are ready, which its own processor never makes.
+
+    vLLM measures its memory with the largest image, which the processor's bound decides.
+    """
+    side = int(raw["vision_config"]["patch_size"]) * int(raw["vision_config"].get("spatial_merge_size", 2))
+    return {
+        "skip_tokenizer_init": False,  # its processor needs one
+        "limit_mm_per_prompt": {"image": vision.images_per_prompt, "video": 0},
+        "mm_processor_kwargs": {"size": {"shortest_edge": side**2, "longest_edge": max(vision.max_pixels, side**2)}},
+        "mm_processor_cache_gb": 0,
+        "mm_device_do_normalize": False,  # patches come normalised
+    }
 
 
 def _has_flashinfer_kernels() -> bool:
@@ -132,14 +150,15 @@ def _whole_prompts(max_model_len: int | None) -> dict[str, Any]:
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_model_len or 0, CPU_BATCHED_TOKENS)}
 
 
-def engine_environment(rollout: RolloutConfig, *, cuda: bool) -> dict[str, str]:
-    """Return the environment of a replica's processes, to be set before vLLM is imported."""
+def engine_environment(rollout: RolloutConfig, *, cuda: bool, sees: bool = False) -> dict[str, str]:
+    """Return the environment of a replica's processes, to be set before vLLM is imported. `sees`: its model does."""
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        **({no_torchvision.VARIABLE: "1"} if sees else {}),
     }
     if cuda:
         # vLLM's other use of FlashInfer's all-reduce (distributed/device_communicators/cuda_communicator.py:70), which

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, WeightVersionSpan
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from megarl.rollout.engine.image_inputs import ImageInputs
+
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -200,8 +202,15 @@ class _Open:
 class EngineRequests:
     """Holds the requests of an engine from their start to the report that says how they ended."""
 
-    def __init__(self, engine: AsyncLLM, replica: int, monitor: EngineMonitor, silence_s: float) -> None:
-        """`replica`: index for errors. `silence_s`: how long an engine with requests may make no step."""
+    def __init__(
+        self, engine: AsyncLLM, replica: int, monitor: EngineMonitor, silence_s: float,
+        images: ImageInputs | None = None,
+    ) -> None:  # fmt: skip
+        """`replica`: index for errors. `silence_s`: how long an engine with requests may make no step.
+
+        `images`: makes the inputs of prompts with images; None: the model sees none.
+        """
+        self._images = images
         self._engine, self._replica, self._monitor, self._silence_s = engine, replica, monitor, silence_s
         self._open: dict[str, _Open] = {}
         self.times = RequestTimes()
@@ -329,8 +338,12 @@ class EngineRequests:
     async def _generate(self, request: GenerateRequest, started: float) -> tuple[CompletionOutput, float]:
         """Return the whole response, and the seconds since `started`."""
         final = None
-        # vLLM shares the cached values of a prefix among requests of the same salt.
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
+        if request.images:
+            if self._images is None:
+                raise RequestFailed(f"request {request.request_id} has images, and the model has no vision tower")
+            prompt = await self._images.of(request)
+        # vLLM shares the cached values of a prefix among requests of the same salt.
         if self._weights:
             prompt["cache_salt"] = str(self._weights)
         outputs = self._engine.generate(

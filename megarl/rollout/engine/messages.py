@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Awaitable
 from dataclasses import dataclass
 
 from megarl.config.schema import SamplingConfig
 from megarl.config.schema.data import NO_REPETITION_PENALTY, NO_TOP_K, NO_TOP_P, EvalSamplingConfig
+from megarl.queue.images import ImageRef
 from megarl.queue.trajectory import FinishReason, VersionSpan
 
 
@@ -53,7 +55,8 @@ class SamplingSpec:
 class GenerateRequest:
     """A request for one response. `request_id` must be unique among the requests in flight.
 
-    `priority`: an engine that schedules by priority takes lower numbers first; training has 0.
+    `priority`: an engine that schedules by priority takes lower numbers first; training has 0. `images`: those of the
+    prompt by their places; `files`: their files, or what a replica awaits to get them, which the fleet adds.
     """
 
     request_id: str
@@ -61,6 +64,8 @@ class GenerateRequest:
     sampling: SamplingSpec
     seed: int | None = None
     priority: int = 0
+    images: tuple[ImageRef, ...] = ()
+    files: tuple[bytes | Awaitable[bytes], ...] = ()
 
 
 @dataclass(frozen=True)

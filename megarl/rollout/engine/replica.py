@@ -27,6 +27,7 @@ from megarl.common.process.processes import ProcessId, die_with, own_children, s
 from megarl.common.rundir.private_directory import name_shared_memory
 from megarl.config.derived.teachers import policy_gpus
 from megarl.config.schema import Config, TimeoutsConfig
+from megarl.models.hf.model_files import raw_config
 from megarl.rollout.engine.engine_args import engine_args, engine_environment, reads_weights, start_engines_fast
 from megarl.rollout.engine.engine_load import EngineMonitor, ReplicaActivity, build_monitored
 from megarl.rollout.engine.engine_requests import EngineRequests, WeightState
@@ -41,6 +42,8 @@ from megarl.telemetry.trace.lines import replica_process
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from megarl.rollout.engine.image_inputs import ImageInputs
 
 T = TypeVar("T")
 
@@ -212,7 +215,8 @@ class EngineReplica:
         self._log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
         redirect_output(self._log_file)
         events.open_events(self.config.telemetry.events_mib, Path(spec.run_dir), replica_process(index))
-        os.environ.update(engine_environment(self.config.rollout, cuda=spec.cuda))
+        self._sees = "vision_config" in raw_config(self.config.model.path)
+        os.environ.update(engine_environment(self.config.rollout, cuda=spec.cuda, sees=self._sees))
         name_shared_memory()
         spec.watch_supervisor()
 
@@ -242,7 +246,8 @@ class EngineReplica:
             async with starting_alone(f"replica {self.index}", self.config.timeouts.engine_start_s, cuda=self.cuda):
                 self._engine = self._build()
             self._processes = own_children()
-            self._requests = EngineRequests(self._engine, self.index, self._monitor, self.config.timeouts.rpc_s)
+            images, bound_s = self._image_inputs(), self.config.timeouts.rpc_s
+            self._requests = EngineRequests(self._engine, self.index, self._monitor, bound_s, images)
             self._requests.times.listen(self._engine)
             built = time.monotonic()
             await self._probe(self._engine)
@@ -265,6 +270,15 @@ class EngineReplica:
         start_engines_fast()
         hold_s = hold_within(self.config.rollout.report_interval_s)
         return build_monitored(AsyncEngineArgs(**arguments, weight_transfer_config=transfer), self._monitor, hold_s)
+
+    def _image_inputs(self) -> ImageInputs | None:
+        """Return what makes the inputs of prompts with images; None if the model sees none."""
+        if not self._sees:
+            return None
+        from megarl.models.hf.image_patches import ImageProcessor
+        from megarl.rollout.engine.image_inputs import ImageInputs
+
+        return ImageInputs(ImageProcessor(self.config.model.path, self.config.model.vision.max_pixels))
 
     async def _probe(self, engine: AsyncLLM) -> None:
         """Generate one token."""
@@ -423,6 +437,9 @@ class EngineReplica:
         """Complete the new weights and label what is generated from then on with `version`."""
         engine = self._check()
         await self._guard(engine.finish_weight_update(version), "finish_weight_update")
+        if self._sees and self.config.model.vision.train != "none":
+            # vLLM 0.32 keeps the embeddings of images if it is paused without clearing its caches.
+            await self._guard(engine.reset_encoder_cache(), "reset_encoder_cache")
         self._weights.finished()
         self._version = version
         self._activity.end_weights(version)

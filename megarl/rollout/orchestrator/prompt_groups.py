@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from megarl.config.derived.datasets import response_limits
 from megarl.config.derived.staleness import pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
-from megarl.queue.transfer import QueueWriter
+from megarl.queue.transfer import QueueWriter, image_key
 from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE, ScheduleFile
@@ -123,6 +123,7 @@ class PromptGroups:
         self._decoding = asyncio.Semaphore(DECODED_AT_ONCE)
         self._putting = 0  # groups that are being written to the queue
         self.queued: dict[int, list[str]] = {}
+        self._files: dict[int, list[str]] = {}  # keys of the rows that hold files of images
         self.admission = self._new_admission()
 
     def begin(self, state: dict[str, Any] | None) -> None:
@@ -131,6 +132,7 @@ class PromptGroups:
         self._schedule.close()  # a trainer that begins a new history has moved it aside
         self._failures, self.admission = self._failure_policy(), self._new_admission()
         self.queued.clear()
+        self._files.clear()
         self.admission.load_state_dict(state or self.admission.state_dict(), attempts)
 
     def _new_admission(self) -> Admission:
@@ -195,7 +197,8 @@ class PromptGroups:
     def free_rows(self) -> None:
         """Remove the rows that no step needs any more from the queue, in the background."""
         # Groups of a batch that another controller has given to the trainer have none.
-        if keys := [key for group in self.admission.take_released() for key in self.queued.pop(group, [])]:
+        released = self.admission.take_released()
+        if keys := [key for group in released for of in (self.queued, self._files) for key in of.pop(group, [])]:
             self._tasks.start(self._writer.clear(keys))
 
     async def _run(self, group_id: int, begun: UnfinishedGroup | None = None) -> None:
@@ -240,21 +243,31 @@ class PromptGroups:
 
     async def _settle(self, group_id: int, rows: Sequence[Trajectory]) -> None:
         """Queue a finished group, or replace it by another one if it has no signal."""
+        files: dict[str, bytes] = {}
+        try:
+            if any(row.images for row in rows):  # before the problem is forgotten
+                async with asyncio.timeout(self._config.timeouts.rpc_s):
+                    files = await asyncio.to_thread(self._source.draw(group_id).files)
+        except (OSError, ValueError) as error:
+            logger.warning("group %d failed: an image cannot be read any more", group_id, exc_info=error)
+            samples, dataset = self._config.batch.samples_per_group, self._source.dataset(group_id)
+            rows = failed_group(group_id, samples, dataset, f"an image cannot be read any more: {error}")
         self._source.finish(group_id, [] if is_demonstrated(rows) else ok_rewards(rows))
         versions = {span.counts_as for row in rows for span in row.versions}
         if self._replaces(group_id, rows, versions):
             self.start()
         else:
-            await self._put(group_id, rows)
+            await self._put(group_id, rows, files)
             self.admission.finish(group_id, usable_samples(row.status for row in first_parts(rows)), versions)
         self._tasks.changed.set()
 
-    async def _put(self, group_id: int, rows: Sequence[Trajectory]) -> None:
+    async def _put(self, group_id: int, rows: Sequence[Trajectory], files: Mapping[str, bytes]) -> None:
         """Write a finished group to the queue, at once if no other group is in flight."""
         self._putting += 1
         self.queued[group_id] = [row.key for row in rows]
+        self._files[group_id] = [image_key(group_id, name) for name in files]
         try:
-            await self._writer.put_group(rows, more=self._putting < len(self.admission.in_flight))
+            await self._writer.put_group(rows, files, more=self._putting < len(self.admission.in_flight))
         finally:
             self._putting -= 1
 

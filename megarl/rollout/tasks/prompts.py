@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megarl.chat.images import PromptImages
+from megarl.chat.images import PromptImages, read_image
 from megarl.chat.tokenize import PromptEncoder, TokenDecoder, load_tokenizer, stop_token_ids
 from megarl.common.errors import RolloutError
 from megarl.common.values import packed
@@ -91,9 +91,27 @@ class PromptTask:
         """The reference answer of the prompt."""
         return self.prompt.answer
 
+    def images_in(self, token_ids: Sequence[int]) -> tuple[ImageRef, ...]:
+        """Return the images of a sequence that goes on from the prompt.
+
+        Raises RolloutError if it does not, where a loop has made other tokens of it: images are known by their places.
+        """
+        if self.images and list(token_ids[: len(self.ids)]) != self.ids:
+            raise RolloutError("a prompt with images has to begin a sequence with its own token ids")
+        return self.images
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files of the prompt's images by their hashes. Raises OSError if one is not there any more."""
+        sources = zip(self.images, self.prompt.images, strict=True)
+        return {image.hash: read_image(source) for image, source in sources}
+
+    def without_files(self) -> PromptTask:
+        """Return the same problem for a process that needs no pixels."""
+        return replace(self, prompt=replace(self.prompt, images=())) if self.images else self
+
     @cached_property
     def digest(self) -> str:
-        """A digest of the problem: its token ids, its data set and its reference answer."""
+        """A digest of the problem: its token ids, its images, its data set and its reference answer."""
         content = packed("q", self.ids) + json.dumps([self.dataset, self.answer]).encode()
         content += b"".join(image.hash.encode() for image in self.images)
         return hashlib.blake2b(content, digest_size=16).hexdigest()

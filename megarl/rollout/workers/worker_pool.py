@@ -89,7 +89,8 @@ class RemoteRun:
         # It has to know the turns that have ended. The others it asks for, and gets their tokens when they end.
         ended = {place: each for place, each in begun.responses.items() if each.tokens.finish_reason is not None}
         sent = None if deadline is None else deadline.sent(time.monotonic())
-        return Start(number, self.run.job, replace(begun, responses=ended), sent)
+        job = replace(self.run.job, prompt=self.run.job.prompt.without_files())
+        return Start(number, job, replace(begun, responses=ended), sent)
 
     def take_away(self) -> None:
         """Note that the worker is lost."""

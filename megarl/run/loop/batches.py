@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,6 +51,7 @@ _READY: Codec[BatchReady | str | None] = codec_of(BatchReady | str | None)
 _TAGS: Codec[list[SampleTag]] = codec_of(list[SampleTag])
 _KEPT: Codec[bool | None] = codec_of(bool | None)
 _PROBLEM: Codec[str | None] = codec_of(str | None)
+_FILES: Codec[dict[str, bytes]] = codec_of(dict[str, bytes])
 _ENCODED: Codec[list[EncodedRow]] = codec_of(list[EncodedRow])
 
 
@@ -130,7 +131,7 @@ class PreparedBatch:
     `plan`: of its samples, with their tags; `timings`: the controller's declared metrics of the batch; `rebuilds`: how
     often the pool had started another queue before the one that has its rows; `rows`: this replica's trajectories by
     key; `samples`: on rank 0, those that are shown in samples.jsonl, with their reference answers; `share`: on leaders,
-    a part of all rows, if batches are written to the disk.
+    a part of all rows, if batches are written to the disk; `files`: the image files of this replica's rows by hash.
     """
 
     step: int
@@ -140,6 +141,7 @@ class PreparedBatch:
     rows: dict[str, Trajectory]
     samples: list[tuple[Trajectory, str | None]]
     share: list[Trajectory]
+    files: dict[str, bytes] = field(default_factory=dict)
 
 
 class BatchSource:
@@ -252,6 +254,11 @@ class BatchSource:
         rows = self._read_for_replica(ready.rebuilds, lambda queue: queue.fetch(keys), ROWS)
         if rows is None:
             return None
+        files: dict[str, bytes] | None = {}
+        if any(row.images for row in rows):  # so it is on every rank of the replica, or on none
+            files = self._read_for_replica(ready.rebuilds, lambda queue: queue.fetch_images(rows), _FILES)
+        if files is None:
+            return None
         try:
             samples = self._read_samples(ready, plan)
             share = self._read_share(plan, ready.rebuilds) if self._config.telemetry.dump_batches else []
@@ -260,7 +267,8 @@ class BatchSource:
         timings = {**ready.timings, "rollout/rebuilds": float(ready.rebuilds)}
         if self._pace.overlaps:
             timings["rollout/prefetch_seconds"] = time.perf_counter() - started
-        return PreparedBatch(ready.step, plan, timings, ready.rebuilds, {row.key: row for row in rows}, samples, share)
+        own = {row.key: row for row in rows}
+        return PreparedBatch(ready.step, plan, timings, ready.rebuilds, own, samples, share, files)
 
     def _plan(self, ready: BatchReady, tags: Sequence[SampleTag], version: int) -> StepPlan:
         replicas, replaced, reused = parallel.dp_size(), ready.replaced, ready.reused

@@ -41,6 +41,8 @@ def train(session: Session) -> None:
         batch = take_batch(session, step)
         plan, timings = batch.plan, batch.timings
         trained: set[int] = set()
+        if batch.files:
+            policy.read_patches = session.images.reader(batch.files)
         try:
             with session.batches.keep_on_failure(batch):
                 trained = train_step(
@@ -51,6 +53,8 @@ def train(session: Session) -> None:
             plan = session.skip(error, plan)
         session.refresh_reference(step + 1)
         recorder.samples(step, batch.samples)
+        if batch.files:
+            policy.read_patches = None
         del batch  # its rows need no place alongside those of the next batch and of the one that is prepared then
         counted = pool.commit(step, plan)
         session.version += pace.updates_per_step

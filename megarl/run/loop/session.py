@@ -32,6 +32,7 @@ from megarl.run.loop.shared_gpus import SharedGpus
 from megarl.run.loop.stop import StopSignals, StopVote
 from megarl.run.ranks.control_group import ControlGroup
 from megarl.run.record.recorder import Recorder, Stateful, collect, restore
+from megarl.run.step.images import StepImages
 from megarl.run.step.plan import StepPlan
 from megarl.telemetry.trace import events
 from megarl.trainer import parallel
@@ -75,6 +76,7 @@ class Session:
         layout = trainer_layout(config.trainer.parallel, config.trainer.gpus)
         parallel.initialize(layout, seed=config.run.seed, timeout_s=config.timeouts.collective_s)
         self.policy = Policy(config, layout, info)
+        self.images = StepImages(config.model.path, config.model.vision)
         self.recorder.describe_model(info)
         dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
         self._exporter = HFExporter(self.policy.module_chunks, info, dtype)

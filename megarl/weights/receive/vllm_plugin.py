@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+from megarl.common.process import no_torchvision
+
 BACKEND = "megarl"
 
 
 def register() -> None:
-    """Register the weight-transfer backend. Idempotent.
+    """Register the weight-transfer backend, and let models see without torchvision. Idempotent.
 
     vLLM's own child processes also end with their parent, and unpickle no more than they need to.
     """
@@ -23,6 +25,8 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "megarl.weights.receive.engine", "MegarlWeightTransferEngine"
         )
+    if no_torchvision.VARIABLE in os.environ:
+        no_torchvision.apply()
     if _is_vllm_child():
         from megarl.common.process.processes import die_with_parent
         from megarl.common.rundir.private_directory import name_shared_memory

@@ -12,6 +12,7 @@ import pytest
 
 from megarl.models.hf import image_patches
 from megarl.models.hf.image_patches import ImageError, ImageProcessor
+from megarl.queue.images import ImageRef
 from tests.support.models.tiny_vision import PATCH, make_tiny_vision, picture
 
 WIDE = 64 * 28 * 28
@@ -125,14 +126,22 @@ def test_damaged_data_is_refused_when_it_is_decoded(processor: ImageProcessor) -
 
 def test_the_latest_patches_are_kept_within_a_bound(processor: ImageProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [picture(60, 60, seed) for seed in range(3)]
-    first = processor.cached("0", files[0])
-    assert processor.cached("0", b"not decoded again") is first
+    refs = [ImageRef(processor.hash(each), 0, *processor.size(each)) for each in files]
+    first = processor.patches_of(refs[0], files[0])
+    assert processor.known(refs[0].hash) is first is processor.patches_of(refs[0], b"not decoded again")
     monkeypatch.setattr(image_patches, "CACHE_BYTES", 2 * first.nbytes)
-    for number, each in enumerate(files[1:], start=1):
-        processor.cached(str(number), each)
-    assert processor.cached("2", b"not decoded again") is not None
-    with pytest.raises(ImageError):
-        processor.cached("0", b"dropped")
+    for ref, each in zip(refs[1:], files[1:], strict=True):
+        processor.patches_of(ref, each)
+    assert [processor.known(each.hash) is not None for each in refs] == [False, True, True]
+
+
+def test_a_file_that_is_not_the_images_is_refused(processor: ImageProcessor) -> None:
+    one, other = picture(60, 60, 1), picture(60, 60, 2)
+    rows, columns = processor.size(one)
+    with pytest.raises(ImageError, match="hash"):
+        processor.patches_of(ImageRef(processor.hash(other), 0, rows, columns), one)
+    with pytest.raises(ImageError, match="tokens stand for it"):
+        processor.patches_of(ImageRef(processor.hash(one), 0, rows, columns + 1), one)
 
 
 def test_models_without_such_a_processor_are_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -222,7 +222,9 @@ class FakeQueue:
     groups: list[Sequence[Trajectory]] = field(default_factory=list)
     failure: Exception | None = None
 
-    async def put_group(self, rows: Sequence[Trajectory], *, more: bool = False) -> None:
+    async def put_group(
+        self, rows: Sequence[Trajectory], files: Mapping[str, bytes] | None = None, *, more: bool = False
+    ) -> None:
         if self.failure is not None:
             raise self.failure
         self.groups.append(rows)

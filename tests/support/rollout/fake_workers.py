@@ -80,7 +80,7 @@ class WorkerQueue(FakeQueue):
 
     hold: Callable[[], Any] | None = None
 
-    async def put_group(self, rows: Any, *, more: bool = False) -> None:
+    async def put_group(self, rows: Any, files: Any = None, *, more: bool = False) -> None:
         if self.hold is not None:
             await self.hold()
         await super().put_group(rows, more=more)

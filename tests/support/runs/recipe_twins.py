@@ -13,6 +13,7 @@ from megarl.config.loading.load import config_from_tree
 from tests.support.checkout import ROOT
 from tests.support.models.calling_model import teach_calls
 from tests.support.models.tiny import make_tiny_model
+from tests.support.models.tiny_vision import make_tiny_vision, picture
 from tests.support.trainer.configs import with_changes
 
 RECIPES = {path.stem: path for path in sorted((ROOT / "examples/rl/configs").glob("qwen*.yaml"))}
@@ -57,7 +58,7 @@ def twin(name: str, directory: Path) -> dict[str, Any]:
         "batch__samples_per_group": SAMPLES,
         "sampling__max_tokens": max_tokens,
         "data__path": str(directory / "train.jsonl"),
-        "data__max_prompt_tokens": 160,
+        "data__max_prompt_tokens": 480 if "images_field" in whole["data"] else 160,  # its suffix alone has 240
         "reward__function": reward,
         "reward__workers": 1,
         "evaluation__sets": [_small_set(each, heldout) for each in whole["evaluation"]["sets"]],
@@ -81,7 +82,8 @@ def twin(name: str, directory: Path) -> dict[str, Any]:
 def write_model_and_data(name: str, directory: Path) -> None:
     """A tiny seeded model of the recipe's family and additions in its data's format, where `twin` expects them."""
     shape = json.loads((ROOT / recipe(name)["model"]["shape"] / "config.json").read_text())
-    make_tiny_model(directory / "model", family=shape["model_type"])
+    sees = "vision_config" in shape
+    (make_tiny_vision if sees else make_tiny_model)(directory / "model", family=shape["model_type"])
     problems = [(f"What is {a} + {b}?", str(a + b)) for a in range(3, 11) for b in range(2, 9)]
     if recipe(name).get("tools"):
         suffix = recipe(name)["data"].get("suffix", "")
@@ -91,6 +93,10 @@ def write_model_and_data(name: str, directory: Path) -> None:
         if file == "train" and "dapo" in str(recipe(name)["data"].get("path")):
             kind = "verl"  # as DAPO-Math-17k is published
         rows = [_row(kind, *problem) for problem in part]
+        if sees:
+            for number, row in enumerate(rows):
+                (directory / f"{file}{number}.png").write_bytes(picture(90, 60, number))
+                row |= {"images": [f"{file}{number}.png"], "problem": f"<image>{row['problem']}"}
         (directory / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
