@@ -53,7 +53,8 @@ _GONE: dict[str, dict[str, float]] = {
         "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     },
 }  # fmt: skip
-_ADDED = {"gpu_share", "images_field", "tools_field"}  # keys that an earlier version did not have, of which None changes nothing
+# Keys that an earlier version did not have, of which None changes nothing.
+_ADDED = {"gpu_share", "images_field", "tools_field"}
 Unfinished = tuple[int, GroupProgress, UnfinishedGroup]
 _BEFORE_A_CALL = "a tool whose calls must not be repeated was about to be called"
 
