@@ -40,6 +40,9 @@ def seeing(directory: Path, family: str = "qwen2_5_vl", **changes: Any) -> dict[
 @pytest.mark.parametrize(
     "changes",
     [
+        pytest.param({"model__vision__train": "all", "rollout__agent_workers": 1, "run__steps": 3}, id="dp2-all"),
+        pytest.param({"family": "qwen3_vl", "run__steps": 2}, id="qwen3"),
+        pytest.param({"family": "qwen3_vl_moe", "run__steps": 1}, id="qwen3-moe"),
         pytest.param({"trainer__parallel": {"pipeline": 2}, "run__steps": 2}, id="pp2"),
     ],
 )  # fmt: skip
