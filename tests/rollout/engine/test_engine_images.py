@@ -26,6 +26,7 @@ from megarl.rollout.engine.engine_requests import EngineRequests
 from megarl.rollout.engine.image_inputs import ImageInputs
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
 from megarl.rollout.engine.response_parts import ResponsePart
+from megarl.weights.receive import vllm_plugin
 from tests.support.models.tiny_vision import make_tiny_vision, picture, vision_tokenizer
 from tests.support.pool.pool import pool_config
 
@@ -61,6 +62,7 @@ class Sight:
             update={"rollout": rollout, "model": config.model.model_copy(update={"vision": vision})}
         )
         os.environ.update(engine_environment(config.rollout, cuda=False, sees=True))
+        vllm_plugin.register()  # vLLM calls it once per process, which may have had an engine of another test
         arguments = engine_args(config, cuda=False, max_model_len=512)
         arguments |= {"worker_extension_cls": "tests.support.engines.loaded_weights.LoadedWeights", "dtype": "float32"}
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
