@@ -32,8 +32,8 @@ def with_images(prompt: Prompt, field: str | None, directory: Path) -> Prompt:
         last = messages[users[-1]]
         messages[users[-1]] = {**last, "content": IMAGE_MARK * len(images) + last["content"]}
     elif marks != len(images):
-        told = f": {len(images)} images for {marks} marks"
-        raise RowError(f"field {field!r}: the user's messages must have one {IMAGE_MARK} for each image", told)
+        detail = f": {len(images)} images for {marks} marks"
+        raise RowError(f"field {field!r}: the user's messages must have one {IMAGE_MARK} for each image", detail)
     return replace(prompt, images=images, messages=messages, row=row)
 
 
@@ -72,8 +72,8 @@ def check_images(prompt: Prompt, field: str | None, *, decode: bool) -> None:
             if decode:
                 image.load()
         except Exception as error:  # whatever Pillow's decoders raise for damaged data
-            told = f": {type(error).__name__}: {error}"
-            raise RowError(f"field {field!r}: an image that cannot be decoded", told) from error
+            detail = f": {type(error).__name__}: {error}"
+            raise RowError(f"field {field!r}: an image that cannot be decoded", detail) from error
 
 
 def read_image(source: ImageSource) -> bytes:
