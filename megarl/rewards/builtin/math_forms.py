@@ -59,10 +59,12 @@ _MODULUS = re.compile(
 _CONGRUENT = re.compile(r"\\equiv|≡|=")
 _DOTS = re.compile(r"\\(?:[lcdv]?dots[bcimo]?|hdots)(?![a-zA-Z])|\.\.\.")
 _RELATION = re.compile(r"\\(?:geqslant|leqslant|geq|leq|ge|le|gt|lt|neq|ne)(?![a-zA-Z])|[<>]=?|!=")
-# Relations and quantifiers that math-verify leaves out.
+# Relations, quantifiers and operators that math-verify leaves out.
 _OTHER_RELATION = re.compile(
     r"\\(?:gg|ll|gtrsim|lesssim|forall|exists|not(?!\s*=)(?:in)?|n(?:less|gtr|leq|geq)|subset\w*|supset\w*|succ\w*|prec\w*|propto|perp|parallel"
-    r"|(?:long)?(?:right|left|leftright)arrow|to|implies|iff|Rightarrow|Leftrightarrow)(?![a-zA-Z])"
+    r"|(?:long)?(?:right|left|leftright)arrow|to|implies|iff|Rightarrow|Leftrightarrow"
+    r"|min|max|gcd|lcm|sup|inf|arg(?:min|max)?|deg|det|dim|ker|hom|Pr|sgn|tr|rank|span|partial|neg|star|nmid|aleph"
+    r"|(?:lim(?:sup|inf)?|sum|prod)(?!\s*[_\\]))(?![a-zA-Z])"
 )
 _NOT_EQUAL = re.compile(r"\\neq?(?![a-zA-Z])|!=|\\not\s*=")
 _WORD = re.compile(r"[a-zA-Z]{2,}")

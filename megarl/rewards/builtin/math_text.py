@@ -174,6 +174,7 @@ _SPELLINGS = tuple((re.compile(pattern), spelling) for pattern, spelling in (
     (r"\\(?:(?:mathrm|operatorname|text)\s*\{\s*(arc)?tg\s*\}|(arc)?tg(?![a-zA-Z]))", r"\\\1\2tan "),
     (r"\\(?:(?:mathrm|operatorname|text)\s*\{\s*(arc)?ctg\s*\}|(arc)?ctg(?![a-zA-Z]))", r"\\\1\2cot "),
     (r"\\log\s*_\s*(?:e|\{\s*e\s*\})(?![a-zA-Z])", r"\\ln "),
+    (r"\\lg(?![a-zA-Z])", r"\\log_{10} "),
     (r"\\var(phi|epsilon|theta)(?![a-zA-Z])", r"\\\1 "),
     (r"\\imath(?![a-zA-Z])", "i"),
     (r"\\(?:mathbb|Bbb)\s*\{?\s*([A-Z])(?![a-zA-Z])\s*\}?|\\([RZNQ])(?![a-zA-Z])", r"\\mathbb{\1\2}"),

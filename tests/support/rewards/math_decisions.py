@@ -220,7 +220,7 @@ DECISIONS = (
         ),
     ),
     Kind(
-        "A relation, the base of a numeral, a modulus and the end of a list belong to the answer",
+        "A relation, an operator, the base of a numeral, a modulus and the end of a list belong to the answer",
         (
             (r"x \ge 7", r"\ge 7"),
             (r"x \equiv 2 \pmod 9", r"x \equiv 11 \pmod{9}"),
@@ -248,6 +248,9 @@ DECISIONS = (
             ("7", r"\text{The answer is }7"),
             ("7", r"\Rightarrow 7"),
             ("y=2x+1", "f(x)=2x+1"),
+            (r"\max(a, b)", r"\max(a,b)"),
+            ("6", r"\sum_{k=1}^3 k"),
+            ("2", r"\lg 100"),
         ),
         (
             ("7", r"\ge 7"),
@@ -273,6 +276,11 @@ DECISIONS = (
             (r"x\in\{1,2\}", "(1,2)"),
             ("7", r"\gtrsim 7"),
             ("7", r"\text{not }7"),
+            ("7", r"\min 7"),
+            ("7", r"\gcd(7)"),
+            (r"\sup A", "A"),
+            (r"\det A", "A"),
+            ("7", r"\sum 7"),
         ),
     ),
     Kind(
