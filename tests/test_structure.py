@@ -1,9 +1,10 @@
-"""Every wait of the package has a bound, slow tests run in one target, and what text of the project names is there."""
+"""Folders are small, every wait of the package has a bound, slow tests run in one target, and names in text exist."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,26 @@ def test_every_module_and_file_that_is_named_is_there() -> None:
     made_up = {Path(__file__), Path(__file__).with_name("test_fault_tables.py")}
     wrong = unknown_references(file for file in files_with_references() if file not in made_up)
     assert wrong == [], "\n".join(wrong)
+
+
+MOST_MODULES = 12
+
+
+def crowded(tree: Path) -> dict[str, int]:
+    """The folders below `tree` with more than MOST_MODULES modules, without `__init__.py`; how many each has."""
+    folders = Counter(path.parent for path in tree.rglob("*.py") if path.name != "__init__.py")
+    return {str(folder.relative_to(tree)): count for folder, count in folders.items() if count > MOST_MODULES}
+
+
+@pytest.mark.parametrize("tree", ["megarl", "tests/support", "benchmarks"])
+def test_no_folder_has_too_many_modules(tree: str, tmp_path: Path) -> None:
+    assert (ROOT / tree).is_dir() and crowded(ROOT / tree) == {}
+    for number in range(MOST_MODULES):
+        write(tmp_path / f"room/module_{number}.py", "")
+    write(tmp_path / "room/__init__.py", "")
+    assert crowded(tmp_path) == {}
+    write(tmp_path / "room/one_more.py", "")
+    assert crowded(tmp_path) == {"room": MOST_MODULES + 1}
 
 
 def test_every_slow_test_is_run_by_one_nightly_target() -> None:

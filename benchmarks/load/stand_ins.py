@@ -21,7 +21,8 @@ from megarl.common.process.memory_tuning import collect_rarely, exempt_present_o
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
-from megarl.rollout.engine.replica import ReplicaSpec, replica_name
+from megarl.rollout.engine.replica import ReplicaSpec
+from megarl.rollout.engine.replica_start import replica_name
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.orchestrator.controller import RolloutController
 from megarl.rollout.transport.link import Parcel

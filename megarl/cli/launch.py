@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     from megarl.cluster.nodes.commands import local_script, slurm_script
     from megarl.config.checks.secrets import user_environment
     from megarl.config.loading.load import load_config
-    from megarl.config.memory_plan.plan import print_dry_run
+    from megarl.config.memory_plan.plan_tables import print_dry_run
 
     config = load_config(options.config, options.overrides)
     slurm = (options.scheduler or ("slurm" if shutil.which("sbatch") else "local")) == "slurm"

@@ -15,6 +15,11 @@ MIB = 2**20
 GIB = 2**30
 
 
+def gib(size: float) -> str:
+    """Return bytes as text in GiB, or in MiB below 0.1 GiB."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB"
+
+
 # The bytes of many numbers, as `array` has them.
 
 

@@ -19,7 +19,7 @@ from megarl.queue.transfer import QueueReader
 from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
-from megarl.rollout.engine.replica import replica_name, restart_replica
+from megarl.rollout.engine.replica_start import replica_name, restart_replica
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.fleet.router import FULL

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.runs.fault_table import moments
 from tests.support.runs.hosts import Hosts
 from tests.support.runs.jobs import TWO_HOSTS, check_groups, check_steps, some_steps, start_job, wait_for, write_job
-from tests.support.runs.random_moment import moments
 from tests.support.runs.run import step_records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

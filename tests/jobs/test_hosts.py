@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.lib.file_faults import preloading, spoil
 from tests.support.checkout import ROOT, environment
+from tests.support.runs.fault_table import moments
 from tests.support.runs.hosts import Hosts
 from tests.support.runs.jobs import (
     FOUR_HOSTS,
@@ -25,7 +26,6 @@ from tests.support.runs.jobs import (
     wait_for,
     write_job,
 )
-from tests.support.runs.random_moment import moments
 from tests.support.runs.run import step_records
 
 pytestmark = pytest.mark.cluster

@@ -37,7 +37,7 @@ def test_a_call_whose_answer_is_lost_is_sent_again_soon_after_the_cut(
     caller = start(
         two_hosts, 0, tmp_path,
         f"{ray} --node-ip-address {here} --address {there}:6379 && "
-        f"exec {sys.executable} -m tests.support.engines.lost_answer 6 {there}:6379 {here}",
+        f"exec {sys.executable} -m tests.support.pool.lost_answer 6 {there}:6379 {here}",
     )  # fmt: skip
     log = tmp_path / "host-0.log"
     try:

@@ -11,7 +11,7 @@ import pytest
 from megarl.rollout.resume.journal import JOURNAL_FILE
 from megarl.rollout.resume.journal_file import JournalFile
 from megarl.rollout.resume.journal_records import read_head
-from tests.support.engines.damaged_engine import NanLogprobs
+from tests.support.rollout.damaged_engine import NanLogprobs
 from tests.support.rollout.fake_rollout import local_controller
 from tests.support.trainer.configs import config as config_of
 

@@ -19,7 +19,7 @@ from megarl.rollout.resume.journal_file import groups_started
 from tests.support.pool.leftovers import assert_nothing_left
 from tests.support.repository.needs import FAULTS, need
 from tests.support.runs import small_disk as disks
-from tests.support.runs.random_moment import moments
+from tests.support.runs.fault_table import moments
 from tests.support.runs.run import start, step_records, tiny_config
 from tests.support.runs.small_disk import fill, fill_up, small_disk, why_no_disk
 from tests.support.runs.whole_runs import killed_after, longest_gap, start_run, wait_for

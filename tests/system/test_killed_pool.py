@@ -15,7 +15,7 @@ from megarl.cluster.pool.pool_process import read_state
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE
 from tests.support.machines.schedule_replay import read_schedule, replay_schedule
 from tests.support.pool.leftovers import assert_nothing_left
-from tests.support.runs.random_moment import moments
+from tests.support.runs.fault_table import moments
 from tests.support.runs.run import Run, step_records
 from tests.support.runs.whole_runs import (
     actors,

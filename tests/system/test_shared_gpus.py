@@ -16,15 +16,15 @@ from megarl.run.loop.gpu_turns import Turn
 from tests.support.models.tensors import read_hf
 from tests.support.pool.leftovers import assert_nothing_left
 from tests.support.runs.run import Run, tiny_config, train
-from tests.support.runs.shared_faults import TURNS, VICTIMS
 from tests.support.runs.whole_runs import killed_after, start_run
+from tests.support.shared_gpus.shared_faults import TURNS, VICTIMS
 
 pytestmark = pytest.mark.engine
 
 STEPS, FIRST = 4, 2
 # What depends on the time, on the machine or on the mode.
 DIFFERENT = ("time/", "perf/", "memory/", "system/", "sync/", "rollout/", "total/", "step_time", "wall_time")
-FAULTY_ENTRY, FAULTY_STEPS = ("-m", "tests.support.runs.shared_faults"), 8
+FAULTY_ENTRY, FAULTY_STEPS = ("-m", "tests.support.shared_gpus.shared_faults"), 8
 FAULTY: dict[str, Any] = {
     "run": {"steps": FAULTY_STEPS},
     "sampling": {"max_tokens": 48},

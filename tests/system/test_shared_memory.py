@@ -47,7 +47,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(directory: Path) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARED_MEMORY_FILE", str(directory / "memory.jsonl"))
-        process = start_run(config(directory), ranks=1, script=("-m", "tests.support.runs.shared_memory"))
+        process = start_run(config(directory), ranks=1, script=("-m", "tests.support.shared_gpus.shared_memory"))
         output, _ = process.communicate(timeout=1500)
     made = Run(process.returncode, output, directory / "run")
     assert made.code == 0, output[-4000:]

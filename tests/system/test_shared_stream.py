@@ -27,7 +27,7 @@ STEPS, INTERVAL = 5, 2  # the last interval is shorter
 GROUPS = 4
 # What depends on the time, on the machine or on the mode.
 DIFFERENT = ("time/", "perf/", "memory/", "system/", "sync/", "rollout/", "total/", "step_time", "wall_time")
-FAULTY_ENTRY = ("-m", "tests.support.runs.stream_faults")
+FAULTY_ENTRY = ("-m", "tests.support.shared_gpus.stream_faults")
 
 
 def config(directory: Path, *, shared: bool = True, interval: int = INTERVAL, **sections: Any) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def config(directory: Path, *, shared: bool = True, interval: int = INTERVAL, **
 
 
 def faulty(settings: dict[str, Any], fault: str, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A run with one of the faults of `tests/support/runs/stream_faults.py`."""
+    """A run with one of the faults of `tests/support/shared_gpus/stream_faults.py`."""
     monkeypatch.setenv("STREAM_FAULT", fault)
     process = start_run(settings, script=FAULTY_ENTRY)
     output, _ = process.communicate(timeout=900)

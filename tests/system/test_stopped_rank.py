@@ -17,7 +17,7 @@ from benchmarks.lib.file_faults import complete, damage, refused
 from megarl.cluster.pool.pool_process import read_state
 from tests.support.checkout import ROOT
 from tests.support.pool.leftovers import assert_nothing_left, marked
-from tests.support.runs.random_moment import moments
+from tests.support.runs.fault_table import moments
 from tests.support.runs.run import Run
 from tests.support.runs.whole_runs import (
     check_counters,

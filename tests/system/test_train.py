@@ -28,7 +28,7 @@ from tests.support.attacks.open_sockets import check_on_loopback
 from tests.support.pool.leftovers import assert_nothing_left
 from tests.support.repository.needs import NODE, left_out
 from tests.support.rewards.reward_functions import digit_share
-from tests.support.runs.random_moment import moments
+from tests.support.runs.fault_table import moments
 from tests.support.runs.run import ON_POLICY_MAX, ON_POLICY_MEAN, Run, start, step_records, tiny_config, train
 from tests.support.runs.whole_runs import (
     check_engine_bound,
@@ -277,7 +277,7 @@ def test_numbers_that_are_not_finite_cost_a_step_and_then_stop_the_run_with_its_
     chosen = rng.randint(2, 8)
     steps = [0, chosen, chosen + 1] if last == "logprobs" else [0]
     config["agent"] = {
-        "loop": "tests.support.engines.damaged_engine:NanLogprobs",
+        "loop": "tests.support.rollout.damaged_engine:NanLogprobs",
         "kwargs": {"steps": steps, "groups": 4},
     }
     config["reward"] = {

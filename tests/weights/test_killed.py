@@ -17,8 +17,7 @@ import torch
 from megarl.weights.plan.settings import SyncSettings
 from megarl.weights.send.sender import WeightSender
 from tests.support.checkout import ROOT, environment
-from tests.support.engines.fake_engines import FakePool, FakeReplica, ListExporter
-from tests.support.engines.transport import TRANSPORT
+from tests.support.engines.fake_engines import TRANSPORT, FakePool, FakeReplica, ListExporter
 
 pytestmark = pytest.mark.slow
 

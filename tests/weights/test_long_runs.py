@@ -9,8 +9,7 @@ import pytest
 
 from megarl.weights.plan.settings import SyncSettings
 from megarl.weights.send.sender import WeightSender
-from tests.support.engines.fake_engines import FakePool, ListExporter, random_tensors
-from tests.support.engines.transport import TRANSPORT
+from tests.support.engines.fake_engines import TRANSPORT, FakePool, ListExporter, random_tensors
 from tests.support.measures.growth import in_own_process, slopes_over
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,7 @@ from megarl.config.schema.job import TimeoutsConfig
 from megarl.evaluation.harness import SetReport
 from megarl.rollout.admission.counters import Counters
 from megarl.rollout.engine.placement import HeldDevices
-from megarl.rollout.engine.replica import replica_name
+from megarl.rollout.engine.replica_start import replica_name
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.failover import Committed, TrainerRecord
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded

@@ -24,7 +24,8 @@ from megarl.config.schema.algorithm import TeacherConfig
 from megarl.gateway.actor import GatewaySpec
 from megarl.models.hf.read_config import load_info
 from megarl.rollout.engine.placement import HEAD_RESOURCE, HEAD_SHARE, ROLLOUT_RESOURCE
-from megarl.rollout.engine.replica import ReplicaSpec, create_replica
+from megarl.rollout.engine.replica import ReplicaSpec
+from megarl.rollout.engine.replica_start import create_replica
 from megarl.rollout.engine.teachers.teacher_engine import create_teacher
 
 if TYPE_CHECKING:

@@ -11,28 +11,26 @@ import asyncio
 import logging
 import os
 import platform
-import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.common.errors import EngineMayRun, NoPlace, ReplicaFailed, RequestFailed
-from megarl.common.process.child_process import ending_of
+from megarl.common.errors import EngineMayRun, ReplicaFailed, RequestFailed
 from megarl.common.process.held_outputs import hold_within
 from megarl.common.process.memory_tuning import begin_start, collect_rarely, exempt_present_objects
 from megarl.common.process.output import redirect_output
 from megarl.common.process.processes import ProcessId, die_with, own_children, sweep
 from megarl.common.rundir.private_directory import name_shared_memory
-from megarl.config.derived.teachers import policy_gpus
-from megarl.config.schema import Config, TimeoutsConfig
+from megarl.config.schema import Config
 from megarl.models.hf.model_files import raw_config
 from megarl.rollout.engine.engine_args import engine_args, engine_environment, reads_weights, start_engines_fast
+from megarl.rollout.engine.engine_errors import ending, innermost, root_cause
 from megarl.rollout.engine.engine_load import EngineMonitor, ReplicaActivity, build_monitored
 from megarl.rollout.engine.engine_requests import EngineRequests, WeightState
 from megarl.rollout.engine.messages import GenerateRequest
-from megarl.rollout.engine.placement import HeldDevices, engine_needs, held_devices, starting_alone
+from megarl.rollout.engine.placement import HeldDevices, held_devices, starting_alone
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.transport.link import Parcel
 from megarl.rollout.transport.rpc import AnsweredCalls, CallResult, RpcServer, SharedCall
@@ -40,7 +38,6 @@ from megarl.telemetry.trace import events
 from megarl.telemetry.trace.lines import replica_process
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from megarl.rollout.engine.image_inputs import ImageInputs
@@ -81,114 +78,11 @@ class ReplicaStatus:
     waiting: int
 
 
-def replica_name(index: int) -> str:
-    """Return the Ray name of a replica inside the run's namespace."""
-    return f"replica-{index}"
-
-
 DEATH_CHECK_S = 0.5  # between two looks whether the engine lives, while one of its calls is awaited
-# Calls at once: each response of the gateway has one nearly all the time, and must not keep out those of a weight sync.
-MOST_CALLS = 40_000
-
-
-def create_replica(spec: ReplicaSpec, index: int) -> ActorHandle:
-    """Create the EngineReplica actor of a new replica, not started. The calling process owns it.
-
-    The actor gets `num_gpus` (TP, or a share of a GPU) and no placement group: inside one, vLLM would silently choose
-    its Ray executor, which asks for GPUs outside the actor.
-    """
-    import ray
-
-    needs = engine_needs(policy_gpus(Config.model_validate_json(spec.config_json)), cuda=spec.cuda)
-    options = {"num_gpus": needs.pop("GPU", 0), "num_cpus": needs.pop("CPU"), "max_concurrency": MOST_CALLS}
-    return (
-        ray.remote(EngineReplica)
-        .options(name=replica_name(index), namespace=spec.namespace, resources=needs, **options)
-        .remote(spec, index)
-    )
-
-
-class EndedReplica:
-    """Stands for the actor of a replica that has ended, so that no handle of it exists; every call of it fails."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-
-    async def remote(self, *args: object) -> None:
-        """Raise ReplicaFailed; stands for the call of each method."""
-        raise ReplicaFailed(self._index, f"replica {self._index} has ended with the controller that had started it")
-
-    def __getattr__(self, method: str) -> EndedReplica:
-        """Return what stands for a method of the actor."""
-        if method.startswith("_"):
-            raise AttributeError(method)
-        return self
-
-
-async def restart_replica(
-    spec: ReplicaSpec, index: int, old: ActorHandle | EndedReplica, timeouts: TimeoutsConfig
-) -> ActorHandle:
-    """Kill `old` and start a new replica under its name. Raises as `start_replica`.
-
-    It has no place either if `old` has not died within `timeouts.node_s`: its node cannot be reached.
-    """
-    import ray
-
-    began = time.monotonic()
-    if not isinstance(old, EndedReplica):
-        ray.kill(old)
-    while True:
-        try:
-            # The name becomes free only when Ray has noticed the death of the old actor.
-            handle = create_replica(spec, index)
-            break
-        except ValueError:
-            if time.monotonic() > began + timeouts.node_s:
-                reason = f"replica {index} did not die within {timeouts.node_s:.0f} s (timeouts.node_s)"
-                raise NoPlace(index, reason) from None
-            await asyncio.sleep(0.1)
-    return await start_replica(handle, index, timeouts, began)
-
-
-async def start_replica(
-    handle: ActorHandle, index: int, timeouts: TimeoutsConfig, began: float | None = None,
-    placed: Callable[[], object] = lambda: None,
-) -> ActorHandle:  # fmt: skip
-    """Wait until a created replica is placed, call `placed`, and wait until its engine is up; end it if that fails.
-
-    Raises NoPlace if Ray has not placed it within `timeouts.node_s`, ReplicaFailed if it is not up within
-    `timeouts.engine_start_s`. Both count from the time `began` (`time.monotonic`), by default now.
-    """
-    import ray
-
-    began = time.monotonic() if began is None else began
-    try:
-        await _placed(handle, index, timeouts.node_s)
-        placed()
-        try:
-            async with asyncio.timeout(timeouts.engine_start_s - (time.monotonic() - began)):
-                await handle.start.remote()
-        except TimeoutError:
-            waited = f"waited {timeouts.engine_start_s:.0f} s for replica {index} to start"
-            raise ReplicaFailed(index, waited) from None
-    except BaseException:
-        ray.kill(handle)  # it holds the name, and on GPUs the memory, of the next attempt
-        raise
-    return handle
-
-
-async def _placed(handle: ActorHandle, index: int, timeout_s: float) -> None:
-    """Wait until a replica's actor runs. Raises NoPlace after `timeout_s`."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await handle.__ray_ready__.remote()
-    except TimeoutError:
-        waited = f"waited {timeout_s:.0f} s (timeouts.node_s) for Ray to place replica {index}"
-        raise NoPlace(index, f"{waited}: no node has room for its engine") from None
 
 
 class EngineReplica:
-    """The actor that `create_replica` creates; see the module's docstring.
+    """The actor that `replica_start.create_replica` creates; see the module's docstring.
 
     An engine that did not read the model's weights starts with random ones: it refuses to generate until the first
     weight sync is complete.
@@ -256,7 +150,7 @@ class EngineReplica:
             exempt_present_objects()
             collect_rarely()
         except Exception as error:
-            self._fail(f"failed to start: {root_cause(self._log_file, self._log_start) or _reason(error)}")
+            self._fail(f"failed to start: {root_cause(self._log_file, self._log_start) or innermost(error)}")
         return {"build_s": built - started, "probe_s": time.monotonic() - built}
 
     def _build(self) -> AsyncLLM:
@@ -320,10 +214,10 @@ class EngineReplica:
         except (ReplicaFailed, RequestFailed):
             raise
         except Exception as error:
-            failure = self._failure(f"generation failed: {_reason(error)}", error)
+            failure = self._failure(f"generation failed: {innermost(error)}", error)
             if engine.errored:
                 raise failure from error
-            raise RequestFailed(f"replica {self.index} refused a request: {_reason(error)}") from error
+            raise RequestFailed(f"replica {self.index} refused a request: {innermost(error)}") from error
         return EngineReport(parts, self._monitor.take())
 
     async def pause(self, clear_cache: bool = True) -> None:
@@ -523,13 +417,15 @@ class EngineReplica:
         try:
             while not (await asyncio.wait({task}, timeout=DEATH_CHECK_S))[0]:
                 if self._engine is not None and self._engine.errored:
-                    self._failed = f"replica {self.index} is dead: its engine's process ended in {what}{self._ending()}"
+                    self._failed = (
+                        f"replica {self.index} is dead: its engine's process ended in {what}{ending(self._engine)}"
+                    )
                     raise ReplicaFailed(self.index, self._failed)
             return task.result()
         except ReplicaFailed:
             raise
         except Exception as error:
-            raise self._failure(f"{what} failed: {_reason(error)}", error) from error
+            raise self._failure(f"{what} failed: {innermost(error)}", error) from error
         finally:
             task.cancel()
 
@@ -538,42 +434,12 @@ class EngineReplica:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if isinstance(cause, EngineDeadError):
-            message += self._ending()
+            message += ending(self._engine)
             self._failed = f"replica {self.index} is dead: {message}"
         return ReplicaFailed(self.index, f"replica {self.index}: {message}")
-
-    def _ending(self) -> str:
-        """Return how the engine's processes ended, as in ` (killed by SIGKILL)`; "" if vLLM does not know it."""
-        resources = getattr(getattr(self._engine, "engine_core", None), "resources", None)
-        manager = getattr(resources, "engine_manager", None)
-        codes = [] if manager is None else manager.finished_procs().values()
-        return f" ({', '.join(sorted({ending_of(code) for code in codes}))})" if codes else ""
 
     def _fail(self, message: str) -> None:
         """Log the active exception, refuse every later call and raise ReplicaFailed."""
         logger.exception("replica %d %s", self.index, message)
         self._failed = f"replica {self.index} {message}"
         raise ReplicaFailed(self.index, self._failed)
-
-
-def _reason(error: BaseException) -> str:
-    """Return the innermost cause in one line: vLLM wraps the engine's own error in several layers."""
-    cause = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    text = str(cause).strip().splitlines()
-    return f"{type(cause).__name__}: {text[0] if text else ''}"
-
-
-def root_cause(log_file: Path, start: int = 0) -> str:
-    """Return the last error that vLLM's engine or worker process has logged after byte `start`; "" if there is none.
-
-    The front end's own error only refers to that log. The lines look like
-    `(EngineCore pid=7) ERROR 11-21 01:26:19 [core.py:1510] ValueError: ...`.
-    """
-    logged = re.compile(r"^\((?:EngineCore|Worker)[^)]*\) ERROR \S+ \S+ \[[^\]]*\] ([\w.]*(?:Error|Exception)\b.*)$")
-    with log_file.open("rb") as file:
-        file.seek(start)
-        lines = file.read().decode(errors="replace").splitlines()
-    found = [match[1] for line in lines if (match := logged.match(line))]
-    return found[-1] if found else ""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import NoPlace, RolloutError
 from megarl.config.schema import TimeoutsConfig
-from megarl.rollout.engine.replica import EndedReplica, replica_name
+from megarl.rollout.engine.replica_start import EndedReplica, replica_name
 from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.fleet.replica_table import Replica, State
 from megarl.rollout.transport.rpc import ReplicaClient

@@ -17,7 +17,8 @@ from megarl.common.rundir.notices import write_notice
 from megarl.config.derived.teachers import policy_gpus
 from megarl.config.schema import Config
 from megarl.rollout.engine.placement import engine_needs, free_places
-from megarl.rollout.engine.replica import EndedReplica, ReplicaSpec, create_replica, restart_replica, start_replica
+from megarl.rollout.engine.replica import ReplicaSpec
+from megarl.rollout.engine.replica_start import EndedReplica, create_replica, restart_replica, start_replica
 from megarl.rollout.fleet.elastic_pool import ElasticPool, ReplicaReport, find_replicas
 from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.fleet.external_requests import ExternalDrop, ExternalNews, ExternalRequest, ExternalRequests

@@ -12,7 +12,8 @@ from megarl.common.trust.secret_references import references
 from megarl.config.checks.sections import DeviceType, absent_files, planned_elsewhere
 from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets, reward_functions
 from megarl.config.loading.load import apply_overrides
-from megarl.config.memory_plan.plan import RunPlan, make_plan, print_dry_run
+from megarl.config.memory_plan.plan import RunPlan, make_plan
+from megarl.config.memory_plan.plan_tables import print_dry_run
 from megarl.config.schema import Config
 from megarl.config.schema.agent import SINGLE_TURN, AgentConfig
 from megarl.config.schema.data import RewardConfig

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from megarl.common.errors import ConfigError, Findings
 from megarl.common.values import GIB
 from megarl.config.memory_plan.parameters import chunk_parameters, in_flight_chunks, model_parameters
-from megarl.config.memory_plan.plan import RunPlan, make_plan, print_dry_run
+from megarl.config.memory_plan.plan import RunPlan, make_plan
+from megarl.config.memory_plan.plan_tables import print_dry_run
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.read_config import info_from_config
 from megarl.models.megatron.layout import Layout

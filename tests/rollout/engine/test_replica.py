@@ -21,8 +21,10 @@ from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.engine import replica as replica_module
 from megarl.rollout.engine.engine_args import EngineStart
+from megarl.rollout.engine.engine_errors import root_cause
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
-from megarl.rollout.engine.replica import EngineReplica, ReplicaSpec, root_cause, start_replica
+from megarl.rollout.engine.replica import EngineReplica, ReplicaSpec
+from megarl.rollout.engine.replica_start import start_replica
 from tests.support.pool.pool import pool_config
 
 

@@ -17,7 +17,8 @@ from megarl.config.schema import TimeoutsConfig
 from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.placement import HeldDevices
-from megarl.rollout.engine.replica import EndedReplica, ReplicaStatus
+from megarl.rollout.engine.replica import ReplicaStatus
+from megarl.rollout.engine.replica_start import EndedReplica
 from megarl.rollout.fleet import elastic_pool
 from megarl.rollout.fleet.elastic_pool import ElasticPool
 from megarl.rollout.fleet.engine_pool import EnginePool

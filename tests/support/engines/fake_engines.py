@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,9 @@ from megarl.weights.group.store import SyncStore
 from megarl.weights.group.transport import Group, GroupMembers
 from megarl.weights.plan.buckets import unpack_manifest
 from megarl.weights.receive.receiver import Receiver
+
+# Of the tests of weight sync: gloo, or that of `make nightly-shared`, relay.
+TRANSPORT = os.environ.get("MEGARL_TEST_TRANSPORT", "gloo")
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,19 @@ class FaultRuns:
 
     def draw(self, kinds: Sequence[str]) -> list[Fault]:
         """Return faults of these kinds, in an order and at moments of a seed that is printed."""
-        seed = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(10**6))
-        print(f"{SEED_VARIABLE}={seed}")
-        return schedule(seed, kinds, replicas=self.replicas, first=FIRST_STEP, last=LAST_STEP)
+        return schedule(_seed(), kinds, replicas=self.replicas, first=FIRST_STEP, last=LAST_STEP)
+
+
+def moments() -> random.Random:
+    """Return what tests draw the moments from at which they let a part of a run die, by a seed that is printed."""
+    return random.Random(f"moments-{_seed()}")
+
+
+def _seed() -> int:
+    """Return the seed that is given, or a new one; it is printed as the variable that repeats it."""
+    seed = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(10**6))
+    print(f"{SEED_VARIABLE}={seed}")
+    return seed
 
 
 def problems_of(outcome: SoakOutcome, faults: Sequence[Fault]) -> list[str]:

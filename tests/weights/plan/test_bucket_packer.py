@@ -11,7 +11,7 @@ from megarl.weights.plan.bucket_packer import BucketPacker
 from megarl.weights.plan.buckets import TensorSpec, bucket_plan
 from megarl.weights.plan.digest import digest
 from tests.support.engines.fake_engines import ListExporter
-from tests.support.engines.operations import CountOperations
+from tests.support.measures.operations import CountOperations
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64, "uint8": torch.uint8}

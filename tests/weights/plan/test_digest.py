@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.weights.plan import digest as module
 from megarl.weights.plan.digest import ROW_BYTES, ROW_WORDS, cpu_row_sums, device_row_sums, digest, seed_of
-from tests.support.engines.operations import CountOperations
+from tests.support.measures.operations import CountOperations
 
 MASK = (1 << 64) - 1
 WORDS = 3 * ROW_WORDS * 2 + 777  # several chunks, a partial row

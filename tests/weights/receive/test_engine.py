@@ -19,9 +19,8 @@ from megarl.weights.plan.bucket_packer import BucketPacker
 from megarl.weights.plan.buckets import RELOAD_LAYER_SPAN, Bucket
 from megarl.weights.plan.settings import SyncReport, SyncSettings
 from megarl.weights.send.sender import WeightSender
-from tests.support.engines.fake_engines import FakeReplica, ListExporter
+from tests.support.engines.fake_engines import TRANSPORT, FakeReplica, ListExporter
 from tests.support.engines.live_engine import LiveReplica, Response, reference
-from tests.support.engines.transport import TRANSPORT
 from tests.support.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.engine

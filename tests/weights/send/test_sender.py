@@ -29,8 +29,14 @@ from megarl.weights.send.failure import FailureCause
 from megarl.weights.send.leader import EngineCalls
 from megarl.weights.send.sender import WeightSender
 from megarl.weights.send.sync_attempt import SyncAttempt
-from tests.support.engines.fake_engines import FakePool, FakeReplica, ListExporter, ListGather, random_tensors
-from tests.support.engines.transport import TRANSPORT
+from tests.support.engines.fake_engines import (
+    TRANSPORT,
+    FakePool,
+    FakeReplica,
+    ListExporter,
+    ListGather,
+    random_tensors,
+)
 from tests.support.trainer.configs import config
 
 SETTINGS = SyncSettings(bucket_bytes=8192, sync_s=30.0, rpc_s=10.0, restart_s=10.0, restarts=0, transport=TRANSPORT)

@@ -20,8 +20,9 @@ from megarl.common.rundir.private_directory import name_shared_memory
 from megarl.config.derived.teachers import engine_config, scored_tokens, teacher_gpus
 from megarl.config.schema import Config
 from megarl.rollout.engine.engine_args import engine_args, engine_environment
+from megarl.rollout.engine.engine_errors import root_cause
 from megarl.rollout.engine.placement import engine_needs, starting_alone
-from megarl.rollout.engine.replica import ReplicaSpec, root_cause
+from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.engine.teachers.scores import Scored, ScoreRequest
 
 if TYPE_CHECKING:

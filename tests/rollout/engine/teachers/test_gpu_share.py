@@ -12,7 +12,8 @@ from megarl.cluster.pool.ray_head import RayHead, rollout_share
 from megarl.config.derived.teachers import policy_gpus, teacher_gpus
 from megarl.config.schema import Config
 from megarl.rollout.engine.placement import engine_needs
-from megarl.rollout.engine.replica import ReplicaSpec, create_replica
+from megarl.rollout.engine.replica import ReplicaSpec
+from megarl.rollout.engine.replica_start import create_replica
 from megarl.rollout.engine.teachers.teacher_engine import create_teacher
 from tests.support.trainer.configs import config as config_of
 

@@ -21,8 +21,7 @@ from megarl.models.hf.gather import Gather, GatherRequest, GlooWaiter
 from megarl.weights.group.store import SyncStore
 from megarl.weights.plan.settings import SyncSettings
 from megarl.weights.send.sender import WeightSender
-from tests.support.engines.fake_engines import FakePool, ListExporter, ListGather, random_tensors
-from tests.support.engines.transport import TRANSPORT
+from tests.support.engines.fake_engines import TRANSPORT, FakePool, ListExporter, ListGather, random_tensors
 from tests.support.ranks.models.layouts import make_layout, use_layout
 from tests.support.ranks.models.models import load
 

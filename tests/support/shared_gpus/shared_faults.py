@@ -1,8 +1,8 @@
 """Kills a part of a run in every turn of shared GPUs, once in each.
 
-`-m tests.support.runs.shared_faults` is `examples/rl/train_rl.py` with SHARED_FAULT, a key of VICTIMS, in the trainer's
-ranks. The directory SHARED_FAULT_MARKS has a file for each turn in which the victim has been killed, so that restarted
-ranks go on with the next one; it holds the number of steps before. Between two faults a whole step is made.
+`-m tests.support.shared_gpus.shared_faults` is `examples/rl/train_rl.py` with SHARED_FAULT, a key of VICTIMS, in the
+trainer's ranks. The directory SHARED_FAULT_MARKS has a file for each turn in which the victim has been killed, so that
+restarted ranks go on with the next one; it holds the number of steps before. Between two faults a whole step is made.
 
 It also writes down when each rank holds memory, in `holds-RANK.jsonl` there.
 """

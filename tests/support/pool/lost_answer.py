@@ -1,6 +1,6 @@
 """A call whose answer falls into a cut of the network; run on the first of two hosts that make a Ray cluster.
 
-Usage: python -m tests.support.engines.lost_answer RUNS_S HEAD_ADDRESS OWN_ADDRESS: calls a method that runs for RUNS_S
+Usage: python -m tests.support.pool.lost_answer RUNS_S HEAD_ADDRESS OWN_ADDRESS: calls a method that runs for RUNS_S
 on the other host; says "called", and "answered after S s".
 """
 

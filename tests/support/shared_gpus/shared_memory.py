@@ -1,7 +1,7 @@
 """Records what trainer ranks and engines that share GPUs hold, all the time, and in which turn.
 
-`-m tests.support.runs.shared_memory` is `examples/rl/train_rl.py`. The rank looks at its anonymous memory and at the
-engine's every LOOK_S, and appends a line to SHARED_MEMORY_FILE at the end of each turn.
+`-m tests.support.shared_gpus.shared_memory` is `examples/rl/train_rl.py`. The rank looks at its anonymous memory and at
+the engine's every LOOK_S, and appends a line to SHARED_MEMORY_FILE at the end of each turn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Kills the rollout controller, or asks the run to stop, while the trainer has the shared GPUs.
 
-`-m tests.support.runs.stream_faults` is `examples/rl/train_rl.py` with STREAM_FAULT, a key of FAULTS, in the trainer's
-ranks. It happens once, at the beginning of an update.
+`-m tests.support.shared_gpus.stream_faults` is `examples/rl/train_rl.py` with STREAM_FAULT, a key of FAULTS, in the
+trainer's ranks. It happens once, at the beginning of an update.
 """
 
 from __future__ import annotations

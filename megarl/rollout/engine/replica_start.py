@@ -1,0 +1,121 @@
+"""Starts the actors of replicas: create one, wait until it is placed and up, replace one that is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megarl.common.errors import NoPlace, ReplicaFailed
+from megarl.config.derived.teachers import policy_gpus
+from megarl.config.schema import Config, TimeoutsConfig
+from megarl.rollout.engine.placement import engine_needs
+from megarl.rollout.engine.replica import EngineReplica, ReplicaSpec
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+# Calls at once: each response of the gateway has one nearly all the time, and must not keep out those of a weight sync.
+MOST_CALLS = 40_000
+
+
+def replica_name(index: int) -> str:
+    """Return the Ray name of a replica inside the run's namespace."""
+    return f"replica-{index}"
+
+
+def create_replica(spec: ReplicaSpec, index: int) -> ActorHandle:
+    """Create the EngineReplica actor of a new replica, not started. The calling process owns it.
+
+    The actor gets `num_gpus` (TP, or a share of a GPU) and no placement group: inside one, vLLM would silently choose
+    its Ray executor, which asks for GPUs outside the actor.
+    """
+    import ray
+
+    needs = engine_needs(policy_gpus(Config.model_validate_json(spec.config_json)), cuda=spec.cuda)
+    options = {"num_gpus": needs.pop("GPU", 0), "num_cpus": needs.pop("CPU"), "max_concurrency": MOST_CALLS}
+    return (
+        ray.remote(EngineReplica)
+        .options(name=replica_name(index), namespace=spec.namespace, resources=needs, **options)
+        .remote(spec, index)
+    )
+
+
+class EndedReplica:
+    """Stands for the actor of a replica that has ended, so that no handle of it exists; every call of it fails."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    async def remote(self, *args: object) -> None:
+        """Raise ReplicaFailed; stands for the call of each method."""
+        raise ReplicaFailed(self._index, f"replica {self._index} has ended with the controller that had started it")
+
+    def __getattr__(self, method: str) -> EndedReplica:
+        """Return what stands for a method of the actor."""
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return self
+
+
+async def restart_replica(
+    spec: ReplicaSpec, index: int, old: ActorHandle | EndedReplica, timeouts: TimeoutsConfig
+) -> ActorHandle:
+    """Kill `old` and start a new replica under its name. Raises as `start_replica`.
+
+    It has no place either if `old` has not died within `timeouts.node_s`: its node cannot be reached.
+    """
+    import ray
+
+    began = time.monotonic()
+    if not isinstance(old, EndedReplica):
+        ray.kill(old)
+    while True:
+        try:
+            # The name becomes free only when Ray has noticed the death of the old actor.
+            handle = create_replica(spec, index)
+            break
+        except ValueError:
+            if time.monotonic() > began + timeouts.node_s:
+                reason = f"replica {index} did not die within {timeouts.node_s:.0f} s (timeouts.node_s)"
+                raise NoPlace(index, reason) from None
+            await asyncio.sleep(0.1)
+    return await start_replica(handle, index, timeouts, began)
+
+
+async def start_replica(
+    handle: ActorHandle, index: int, timeouts: TimeoutsConfig, began: float | None = None,
+    placed: Callable[[], object] = lambda: None,
+) -> ActorHandle:  # fmt: skip
+    """Wait until a created replica is placed, call `placed`, and wait until its engine is up; end it if that fails.
+
+    Raises NoPlace if Ray has not placed it within `timeouts.node_s`, ReplicaFailed if it is not up within
+    `timeouts.engine_start_s`. Both count from the time `began` (`time.monotonic`), by default now.
+    """
+    import ray
+
+    began = time.monotonic() if began is None else began
+    try:
+        await _placed(handle, index, timeouts.node_s)
+        placed()
+        try:
+            async with asyncio.timeout(timeouts.engine_start_s - (time.monotonic() - began)):
+                await handle.start.remote()
+        except TimeoutError:
+            waited = f"waited {timeouts.engine_start_s:.0f} s for replica {index} to start"
+            raise ReplicaFailed(index, waited) from None
+    except BaseException:
+        ray.kill(handle)  # it holds the name, and on GPUs the memory, of the next attempt
+        raise
+    return handle
+
+
+async def _placed(handle: ActorHandle, index: int, timeout_s: float) -> None:
+    """Wait until a replica's actor runs. Raises NoPlace after `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await handle.__ray_ready__.remote()
+    except TimeoutError:
+        waited = f"waited {timeout_s:.0f} s (timeouts.node_s) for Ray to place replica {index}"
+        raise NoPlace(index, f"{waited}: no node has room for its engine") from None
