@@ -250,10 +250,37 @@ def test_a_checkpoint_goes_on_in_another_layout(
     assert worst(*updates) <= 1e-3
 
 
-def test_a_trainer_of_text_imports_nothing_of_vision() -> None:
-    modules = "megarl.trainer.policy", "megarl.models.megatron.build_model", "megarl.config.memory_plan.plan"
-    program = f"import sys, {', '.join(modules)}; print(*sys.modules)"
-    command = [sys.executable, "-c", program]
+TEXT = """
+import megarl.chat.tokenize
+from megarl.data.dataset import load_prompts, row_mistakes
+from megarl.config.schema.data import DataConfig
+from tests.support.checkout import PROMPTS
+data = DataConfig(path=PROMPTS)
+assert not [*row_mistakes(PROMPTS, data)]
+assert load_prompts(PROMPTS, data)[0].text
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import megarl.trainer.policy, megarl.models.megatron.build_model, megarl.config.memory_plan.plan",
+        "import megarl.run.loop.session, megarl.run.step.images, megarl.queue.transfer",
+        "import megarl.rollout.orchestrator.pool_controller, megarl.rollout.engine.replica",
+        "import megarl.rollout.workers.agent_worker, megarl.gateway.actor",
+        TEXT,
+    ],
+    ids=["trainer", "rank", "controller", "gateway", "prompts"],
+)
+def test_a_run_of_text_imports_nothing_of_vision(program: str) -> None:
+    command = [sys.executable, "-c", f"{program}\nimport sys; print(*sys.modules)"]
     ran = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=True)
-    wrong = ("vision_model", "packed_images", "PIL.Image", "transformers.models.qwen")
+    wrong = (
+        "vision_model",
+        "packed_images",
+        "image_inputs",
+        "PIL.Image",
+        "image_processing",
+        "transformers.models.qwen",
+    )
     assert [name for name in ran.stdout.split() if any(part in name for part in wrong)] == []

@@ -1,0 +1,54 @@
+"""The pixels of a step: those of earlier steps are dropped."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from megarl.config.schema import VisionConfig
+from megarl.models.hf import image_patches
+from megarl.models.hf.image_patches import ImageProcessor
+from megarl.queue.images import ImageRef
+from megarl.run.step.images import StepImages
+from megarl.trainer.packed_images import ImagePacker
+from tests.support.models.tiny_vision import make_tiny_vision, picture
+
+KEPT, OF_STEP, WARM, STEPS = 4 << 20, 2, 50, 200
+VISION = VisionConfig(max_pixels=356 * 220)
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_200_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other images in each step, through the packer and a tower: what they need is freed."""
+    from transformers import AutoModelForImageTextToText
+
+    monkeypatch.setattr(image_patches, "CACHE_BYTES", KEPT)
+    model = make_tiny_vision(tmp_path)
+    tower: Any = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).model.visual
+    processor, images, process = ImageProcessor(model, VISION.max_pixels), StepImages(model, VISION), psutil.Process()
+    since = warm = 0
+    for step in range(STEPS):
+        contents = [picture(356, 220, OF_STEP * step + number) for number in range(OF_STEP)]
+        refs = [ImageRef(processor.hash(each), 1, *processor.size(each)) for each in contents]
+        read = images.reader({ref.hash: each for ref, each in zip(refs, contents, strict=True)})
+        packer = ImagePacker(processor.merge, 3 * 2 * processor.patch**2, read)
+        length = 1 + refs[0].tokens
+        batch = packer.pack([[each] for each in refs], [length * number for number in range(OF_STEP)])
+        assert batch is not None
+        pixels = batch.read()
+        since += pixels.nbytes if step > WARM else 0
+        tower(pixels.float() / 255, grid_thw=batch.grids_N3).pooler_output.sum().backward()
+        del pixels, batch, read, packer
+        if step == WARM:
+            gc.collect()
+            warm = process.memory_info().rss
+    gc.collect()
+    grown = process.memory_info().rss - warm
+    print(f"{since / 2**20:.0f} MiB of patches after step {WARM}, and memory has grown by {grown / 2**20:.1f}")
+    assert since > 10 * KEPT
+    assert grown < since / 2
