@@ -1,6 +1,7 @@
 """Packed micro-batches of samples: sequences laid end to end (THD), without padding inside or between them.
 
-Shapes: T tokens of a micro-batch (prompts and responses), R response tokens, S sequences. Only the R rows that predict
+Shapes: T tokens of a micro-batch (prompts and responses), R response tokens, S sequences, L MoE layers of this rank, K
+experts of a token. Only the R rows that predict
 a response token are projected onto the vocabulary. Cumulative lengths keep Megatron-Core's name `cu_seqlens`.
 """
 
@@ -31,7 +32,8 @@ class TrainSample:
     `loss_mask_R` (bool; None = all) marks the response tokens that are trained. `streams`: values per response token,
     by the names that `megarl.queue.streams` declares; log-probs among them are fp32, at the sampling temperature.
     `temperature`: that of this sample, if the run's data sets differ in it; None: that of the run. `images`: those
-    among its tokens, prompt and response, in their order.
+    among its tokens, prompt and response, in their order. `routes_TLK`: the experts of each of its tokens, prompt and
+    response, for the routers to replay, as small integers; None: they choose by themselves.
     """
 
     key: str
@@ -41,6 +43,7 @@ class TrainSample:
     streams: dict[str, Tensor] = field(default_factory=dict)
     temperature: float | None = None
     images: tuple[ImageRef, ...] = ()
+    routes_TLK: Tensor | None = None
 
     @classmethod
     def of(cls, row: Trajectory, *, trained: bool = True, temperature: float | None = None) -> TrainSample:
@@ -124,6 +127,7 @@ class MicroBatch:
     tokens: int  # T without padding; weights Megatron's auxiliary losses
     temperature_R: Tensor | None = None  # fp32, of each response token; None: that of the run
     images: ImageBatch | None = None  # None if there are none
+    routes_TLK: Tensor | None = None  # the experts that each token's routers replay; None: they choose by themselves
 
     @property
     def is_empty(self) -> bool:
@@ -184,6 +188,29 @@ def check_samples(samples: Sequence[TrainSample], vocab_size: int, *, sees: bool
                 raise ValueError(f"sample {sample.key}: a value of {name} is not finite")
 
 
+def check_routes(samples: Sequence[TrainSample], layers: int, topk: int, experts: int) -> None:
+    """Raise ValueError, with a message that names the sample, unless each has `topk` of `experts` per token and layer.
+
+    Megatron-Core takes missing rows and repeated experts without an error, and routes to fewer experts or none.
+    """
+    for sample in samples:
+        if sample.routes_TLK is None:
+            raise ValueError(f"sample {sample.key} has no experts to replay (trainer.router_replay)")
+        wanted = (sample.length, layers, topk)
+        if tuple(sample.routes_TLK.shape) != wanted:
+            raise ValueError(
+                f"sample {sample.key}: its experts have shape {list(sample.routes_TLK.shape)}, not [tokens, layers, "
+                f"experts of a token] = {list(wanted)}"
+            )
+        sorted_TLK = sample.routes_TLK.long().sort(-1).values
+        if sorted_TLK.numel() and (
+            int(sorted_TLK.min()) < 0
+            or int(sorted_TLK.max()) >= experts
+            or bool((sorted_TLK[..., 1:] == sorted_TLK[..., :-1]).any())
+        ):
+            raise ValueError(f"sample {sample.key}: a token has an expert twice, or one outside 0..{experts - 1}")
+
+
 def common_streams(samples: Sequence[TrainSample]) -> list[str]:
     """Return the names of the streams that every sample has, and of the optional ones that one of them has, sorted."""
     return agreed_streams(sample.streams for sample in samples)
@@ -242,7 +269,21 @@ def pack(
         tokens=used,
         temperature_R=_temperatures(chosen),
         images=packer.pack([sample.images for sample in chosen], starts.tolist()) if packer is not None else None,
+        routes_TLK=_routes(chosen, dummy),
     )
+
+
+def _routes(chosen: Sequence[TrainSample], dummy: int) -> Tensor | None:
+    """Return the experts of all tokens, those of a dummy sequence too; None unless the samples have some.
+
+    The dummy's tokens go to the experts 0..K-1, all different as Megatron needs them.
+    """
+    parts = [sample.routes_TLK for sample in chosen if sample.routes_TLK is not None]
+    if not parts:
+        return None
+    _, layers, topk = parts[0].shape
+    fill_TLK = torch.arange(topk, dtype=parts[0].dtype).expand(dummy, layers, topk)
+    return torch.cat([*parts, fill_TLK])
 
 
 def unpack(values_R: Tensor, samples: Sequence[TrainSample], indices: Sequence[int]) -> list[Tensor]:

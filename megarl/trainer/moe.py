@@ -1,6 +1,11 @@
-"""Metrics of the routers' auxiliary losses, as Megatron tracks them. Shapes: N tracked losses."""
+"""The routers of a mixture of experts: the experts that they choose, replayed, and their auxiliary losses, as metrics.
+
+Shapes: T packed tokens, L MoE layers of this rank in the order of its chunks, K experts of a token, N tracked losses.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from megatron.core import parallel_state
@@ -8,9 +13,13 @@ from megatron.core.transformer.moe.moe_utils import (
     clear_aux_losses_tracker,
     get_moe_layer_wise_logging_tracker,
 )
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megarl import platforms
+from megarl.models.megatron.shards import unwrap
 
 _BALANCING = {
     "aux_loss": "load_balancing_loss",
@@ -70,3 +79,64 @@ def _tracked(config: TransformerConfig) -> list[str]:
     coefficients = [coefficients] * len(kinds) if isinstance(coefficients, float | int) else list(coefficients)
     names = [_BALANCING[kind] for kind, c in zip(kinds, coefficients, strict=True) if c and kind in _BALANCING]
     return names + ["z_loss"] * bool(config.moe_z_loss_coeff)
+
+
+class RoutedExperts:
+    """Records or replays the experts that the routers of this rank's chunks choose, one micro-batch at a time.
+
+    The routers are those of these chunks alone: Megatron's process-wide list also has those of other models. Its list
+    for the backward pass is not used, because nothing empties it in passes without one: `begin` is called again before
+    each backward pass, which may compute the routers' outputs a second time.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig) -> None:
+        """`chunks`: built with `moe_enable_routing_replay`."""
+        self._replays: dict[torch.nn.Module, dict[int, RouterReplay]] = {}
+        self.layers: list[int] = []  # their numbers in the model, from 0
+        for chunk in chunks:
+            routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+            self._replays[unwrap(chunk)] = {len(self.layers) + i: each.router_replay for i, each in enumerate(routers)}
+            self.layers += [router.layer_number - 1 for router in routers]
+        self.experts, self.topk = int(config.num_moe_experts or 0), config.moe_router_topk
+        self.dtype = torch.uint8 if self.experts <= 256 else torch.int16
+        self._scattered = config.sequence_parallel
+        self._recorded: dict[torch.nn.Module, list[Tensor]] = {chunk: [] for chunk in self._replays}
+
+    def begin(self, chunk: torch.nn.Module, routes_TLK: Tensor | None) -> None:
+        """Prepare a pass of `chunk`: replay its layers and this rank's rows of `routes_TLK`; None: record."""
+        rows_TLK = routes_TLK
+        if rows_TLK is not None and self._scattered:
+            ranks = parallel_state.get_tensor_model_parallel_world_size()
+            rows_TLK = rows_TLK.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+        for layer, replay in self._replays[chunk].items():
+            replay.clear_indices()
+            if rows_TLK is None:
+                replay.set_router_replay_action(RouterReplayAction.RECORD)
+            else:
+                replay.set_target_indices(rows_TLK[:, layer].long())  # `gather` takes no smaller integers
+                replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+    def keep(self, chunk: torch.nn.Module, tokens: int) -> None:
+        """Keep what `chunk` has recorded in the forward pass that has just ended, of `tokens` = T rows."""
+        recorded = [replay.get_recorded_indices() for replay in self._replays[chunk].values()]
+        if not recorded:
+            self._recorded[chunk].append(
+                torch.empty(tokens, 0, self.topk, dtype=self.dtype, device=platforms.current().device)
+            )
+            return
+        rows_TLK = torch.stack(recorded, 1).to(self.dtype)
+        if self._scattered:
+            group = parallel_state.get_tensor_model_parallel_group()
+            parts = [torch.empty_like(rows_TLK) for _ in range(group.size())]
+            torch.distributed.all_gather(parts, rows_TLK, group=group)
+            rows_TLK = torch.cat(parts)
+        self._recorded[chunk].append(rows_TLK)
+
+    def end(self) -> list[Tensor]:
+        """Let the routers choose by themselves again; return what was kept, [T, L, K] of each micro-batch, in order."""
+        for replays in self._replays.values():
+            for replay in replays.values():
+                replay.clear_indices()
+                replay.clear_router_replay_action()
+        kept, self._recorded = self._recorded, {chunk: [] for chunk in self._replays}
+        return [torch.cat(parts, 1) for parts in zip(*kept.values(), strict=True)]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megarl.models.megatron.shards import unwrap
 from megarl.trainer.batch import MicroBatch
+from megarl.trainer.moe import RoutedExperts
 
 Result = TypeVar("Result")
 # (the last stage's model chunk, its hidden states [1, T, H], the micro-batch) -> the result of the pass.
@@ -26,9 +27,14 @@ WithLoss = Callable[[GPTModel, Tensor, MicroBatch], tuple[Tensor, int, Result]]
 
 
 def forward_only(
-    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], function: ForwardOnly[Result]
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[MicroBatch],
+    function: ForwardOnly[Result],
+    routed: RoutedExperts | None = None,
 ) -> list[Result]:
     """Run all micro-batches through the pipeline in one pass, without gradients, in evaluation mode.
+
+    `routed`: records or replays the experts of the chunks' routers; the caller ends it.
 
     Returns the results of `function` in micro-batch order on the last stage, [] on the other stages.
     """
@@ -36,7 +42,7 @@ def forward_only(
         chunk.eval()
     try:
         with torch.no_grad():
-            return forward_backward(chunks, micro_batches, function, None)
+            return forward_backward(chunks, micro_batches, function, None, routed)
     finally:
         for chunk in chunks:
             chunk.train()
@@ -47,6 +53,7 @@ def forward_backward(
     micro_batches: Sequence[MicroBatch],
     function: Callable[..., Any],
     on_backward: Callable[[MicroBatch], None] | None,
+    routed: RoutedExperts | None = None,
 ) -> list[Any]:  # Megatron's schedules are untyped
     """Run forward and backward of all micro-batches. Megatron reduces and scales the gradients at the end.
 
@@ -57,7 +64,9 @@ def forward_backward(
     """
     iterators = [iter(micro_batches) for _ in chunks]
     return get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, function=function, first=chunks[0], on_backward=on_backward),
+        forward_step_func=partial(
+            _forward_step, function=function, first=chunks[0], on_backward=on_backward, routed=routed
+        ),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(micro_batches),
@@ -76,6 +85,7 @@ def _forward_step(
     function: ForwardOnly[Any],
     first: torch.nn.Module,
     on_backward: Callable[[MicroBatch], None] | None,
+    routed: RoutedExperts | None,
 ) -> tuple[Tensor, Callable[..., object]]:
     """Run one micro-batch through one model chunk, as Megatron's schedules call it.
 
@@ -92,6 +102,8 @@ def _forward_step(
         arguments["padding_mask"] = _padding_mask(chunk, batch)
     if batch.images is not None and chunk.pre_process:
         arguments["images"] = batch.images
+    if routed is not None:
+        routed.begin(chunk, batch.routes_TLK)
     output_1TH = model(
         input_ids=batch.input_ids_1T,
         position_ids=batch.position_ids,
@@ -99,6 +111,11 @@ def _forward_step(
         packed_seq_params=batch.packed_seq_params(),
         **arguments,
     )
+    if routed is not None and on_backward is None and batch.routes_TLK is None:
+        routed.keep(chunk, batch.input_ids_1T.shape[1])
+    if routed is not None and on_backward is not None:
+        # What the backward pass computes again has to be of this micro-batch, not of the last one that went forward.
+        output_1TH.register_hook(lambda gradient_1TH: routed.begin(chunk, batch.routes_TLK))
     if on_backward is not None and model is first:
         output_1TH.register_hook(lambda gradient_1TH: on_backward(batch))
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,13 +43,14 @@ from megarl.trainer.batch import (
     MicroBatch,
     TrainSample,
     agreed_streams,
+    check_routes,
     check_samples,
     common_streams,
     pack,
     unpack,
 )
 from megarl.trainer.logprobs import response_logprobs, return_hidden_states
-from megarl.trainer.moe import aux_loss_metrics, clear_aux_losses
+from megarl.trainer.moe import RoutedExperts, aux_loss_metrics, clear_aux_losses
 from megarl.trainer.optimizer import (
     NonFiniteError,
     StepRefused,
@@ -111,7 +111,10 @@ class Policy:
         # Keys of this replica's samples that the backward passes of the last update have gone through.
         self.trained_keys: list[str] = []
         precision, fields = config.trainer.precision, transformer_fields(config.trainer, config.megatron)
-        self.tf_config = transformer_config(info, layout, precision, fields, initialize=not config.model.load_weights)
+        replays = {"moe_enable_routing_replay": True} if config.trainer.router_replay != "none" else {}
+        self.tf_config = transformer_config(
+            info, layout, precision, fields | replays, initialize=not config.model.load_weights
+        )
         chunks = build_model(info, self.tf_config, layout)
         if config.model.load_weights:
             load_weights(chunks, info, config.model.path)
@@ -122,6 +125,8 @@ class Policy:
             self._packer = self._prepare_vision(info.vision, chunks)
         for chunk in chunks:
             return_hidden_states(chunk)
+        # None: the routers always choose by themselves, as those of the reference and of teachers do.
+        self.routed = RoutedExperts(chunks, self.tf_config) if replays else None
         ddp = ddp_fields(config.trainer, config.megatron)
         self.module_chunks = data_parallel_wrap(ddp, self.tf_config, list(map(precision_wrap, chunks)))
         if not config.model.load_weights:
@@ -191,6 +196,8 @@ class Policy:
         """
         if reference and self.reference is None:
             raise ValueError("there is no reference model because algorithm.kl.coef is 0")
+        if self.routed is not None and any(each.routes_TLK is not None for each in samples):
+            self._check_routes(samples)
         micro_batches, _ = self._pack(samples, self._tell_all(samples))
         frozen = self.teachers[teacher] if teacher else self.reference if reference else None
         chunks = self.module_chunks if frozen is None else frozen.chunks
@@ -199,12 +206,30 @@ class Policy:
         def rows(chunk: GPTModel, hidden_1TH: Tensor, batch: MicroBatch) -> Tensor:
             return self._response_logprobs(chunk, hidden_1TH, batch, with_entropy=False, vocab_size=vocabulary)[0]
 
-        with nullcontext() if frozen is None else frozen.placement.resident():
-            parts = forward_only(chunks, micro_batches, rows)
+        if frozen is not None:
+            with frozen.placement.resident():
+                parts = forward_only(chunks, micro_batches, rows)
+        else:
+            parts = forward_only(chunks, micro_batches, rows, self.routed)
+            self._keep_routes(samples, micro_batches)
         logprobs_R = self._from_last_stage(parts, micro_batches)
         order = [index for batch in micro_batches for index in batch.samples]
         by_index = dict(zip(order, unpack(logprobs_R, samples, order), strict=True))
         return [by_index[index].clone() for index in range(len(samples))]
+
+    def _check_routes(self, samples: Sequence[TrainSample]) -> None:
+        if self.routed is not None:
+            check_routes(samples, len(self.routed.layers), self.routed.topk, self.routed.experts)
+
+    def _keep_routes(self, samples: Sequence[TrainSample], micro_batches: Sequence[MicroBatch]) -> None:
+        """End a pass of the policy; give samples the experts that it has recorded, if they had none."""
+        if self.routed is None:
+            return
+        free = [batch for batch in micro_batches if batch.routes_TLK is None]
+        for batch, routes_TLK in zip(free, self.routed.end(), strict=True):
+            lengths = [samples[index].length for index in batch.samples]
+            for index, part_TLK in zip(batch.samples, routes_TLK[: batch.tokens].cpu().split(lengths), strict=True):
+                samples[index].routes_TLK = part_TLK.clone()
 
     def update(
         self,
@@ -265,6 +290,7 @@ class Policy:
         The weights do not change. Raises as `update` does, except NonFiniteError.
         """
         self._check_trainable(samples)
+        self._check_routes(samples)
         everyone = self._tell_all(samples)
         trained = [tokens for part in everyone for tokens in part.trained]
         found = GlobalCounts.of(trained, self.config.sampling.max_tokens)
@@ -282,7 +308,12 @@ class Policy:
         gaps = OriginGaps.zeros(self._buckets, platforms.current().device)
         function = self._loss_function(sum(sum(part.lengths) for part in everyone), terms, with_entropy, gaps)
         keys: list[str] = []
-        parts = forward_backward(self.module_chunks, micro_batches, function, lambda batch: keys.extend(batch.keys))
+        routed = self.routed
+        parts = forward_backward(
+            self.module_chunks, micro_batches, function, lambda batch: keys.extend(batch.keys), routed
+        )
+        if routed is not None:
+            routed.end()
         self.trained_keys = keys
         metrics = self._reduce(parts, gaps) | aux_loss_metrics(self.tf_config, non_empty)
         if not with_entropy:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megarl.config.derived.logprob_passes import recomputes_old_logprobs
 from megarl.config.derived.pools import trainer_layout
 from megarl.config.megatron import fields as megatron_fields
 from megarl.config.megatron.reserved import GPU_ONLY, Target, passes_recompute, transformer_fields
-from megarl.config.schema import MegatronConfig, ParallelConfig, RolloutConfig, TrainerConfig
+from megarl.config.schema import Config, MegatronConfig, ParallelConfig, RolloutConfig, TrainerConfig
 from megarl.models.architecture.architecture import ModelInfo
 
 # Modules of the supported families that Megatron-Core can recompute; moe_act needs the grouped GEMM.
@@ -137,6 +138,31 @@ def _expert_problems(parallel: ParallelConfig, engine: int, info: ModelInfo) -> 
         yield (
             "trainer.parallel.sequence: megatron-core trains a mixture of experts with tensor > 1 only with "
             "sequence parallelism; set it to true"
+        )
+
+
+def router_replay_problems(config: Config, info: ModelInfo) -> Iterator[str]:
+    """Yield what `trainer.router_replay` cannot replay, and the routing of Megatron-Core that passes it by."""
+    mode, fields = config.trainer.router_replay, config.megatron.transformer
+    if mode == "none":
+        return
+    if not info.num_experts:
+        yield "trainer.router_replay: this model has no experts; set it to none"
+    if mode == "r2" and not recomputes_old_logprobs(config):
+        yield (
+            "trainer.router_replay: r2 replays the experts of the trainer's pass for the old log-probs, and this run "
+            "makes none; set algorithm.old_logprobs=trainer"
+        )
+    if fields.get("moe_router_fusion"):
+        yield (
+            "megatron.transformer.moe_router_fusion: the fused router replays nothing (trainer.router_replay); "
+            "remove it"
+        )
+    kinds = fields.get("moe_router_load_balancing_type", "none")
+    for kind in {"sinkhorn", "quantile_balancing"}.intersection([kinds] if isinstance(kinds, str) else kinds):
+        yield (
+            f"megatron.transformer.moe_router_load_balancing_type: routing by {kind} replays nothing "
+            "(trainer.router_replay); use another"
         )
 
 

@@ -110,6 +110,7 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
         head_size_problems(info, device),
         engine_key_problems(info),
         layout.model_problems(config.trainer, config.megatron, config.rollout, info),
+        layout.router_replay_problems(config, info),
         _lengths(config, info),
         _vision(config, info),
         _patches(config, info),

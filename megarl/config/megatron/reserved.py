@@ -94,6 +94,7 @@ _TRANSFORMER = {
         " account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
         "set trainer.parallel.first_stage_layers or last_stage_layers",
     ),
+    "moe_enable_routing_replay": "set trainer.router_replay",
     **_each("use_cpu_initialization transformer_impl", "it depends on the platform"),
     **_each("perform_initialization init_model_with_meta_device", "set model.load_weights"),
     "calculate_per_token_loss": "megarl needs it true: a mean of micro-batch means is wrong for sequences of "

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.checks.layout import layout_problems, megatron_problems, model_problems
+from megarl.config.checks.layout import layout_problems, megatron_problems, model_problems, router_replay_problems
 from megarl.models.hf.read_config import load_info
 from tests.support.trainer.configs import config
 
@@ -22,6 +22,7 @@ def problems(model: Path, *, device: str = "cpu", **changes: Any) -> list[str]:
     found = [
         *layout_problems(settings.trainer),
         *model_problems(settings.trainer, settings.megatron, settings.rollout, load_info(model)),
+        *router_replay_problems(settings, load_info(model)),
     ]
     return found + list(megatron_problems(settings.trainer, settings.megatron, device))
 
@@ -81,6 +82,24 @@ LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
         "trainer.parallel.pipeline: the first 2 layers take image features (deepstack)",
     ),
     ("qwen2_5_vl", {"megatron__transformer": {"apply_rope_fusion": True}}, "the image positions of the first one"),
+]
+
+
+R2: dict[str, Any] = {"trainer__router_replay": "r2", "algorithm__old_logprobs": "trainer"}
+LAYOUTS += [
+    ("qwen3", R2, "trainer.router_replay: this model has no experts"),
+    ("qwen3_moe", {"trainer__router_replay": "r2"}, "this run makes none; set algorithm.old_logprobs=trainer"),
+    ("qwen3_moe", {**R2, "megatron__transformer": {"moe_router_fusion": True}}, "the fused router replays nothing"),
+    (
+        "qwen3_moe",
+        {**R2, "megatron__transformer": {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}},
+        "routing by sinkhorn replays nothing",
+    ),
+    (
+        "qwen3_moe",
+        {"megatron__transformer": {"moe_enable_routing_replay": True}},
+        "moe_enable_routing_replay: reserved; set trainer.router_replay",
+    ),
 ]
 
 
@@ -170,6 +189,10 @@ def test_interleaved_pipeline_needs_overlap(models: Models, field: dict[str, boo
     assert problems(models["qwen3"], **changes) == []
     found = problems(models["qwen3"], **changes, megatron__transformer=field)
     assert len(found) == 1 and "gradients are wrong without an error" in found[0]
+
+
+def test_replay_of_experts_passes(models: Models) -> None:
+    assert problems(models["qwen3_moe"], **R2) == []
 
 
 def test_useful_megatron_fields_pass(models: Models) -> None:

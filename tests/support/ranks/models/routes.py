@@ -1,0 +1,104 @@
+"""The work of one rank of a test world whose routers replay experts."""
+
+from __future__ import annotations
+
+from copy import copy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
+
+from megarl.trainer import policy as policy_module
+from megarl.trainer.batch import TrainSample
+from megarl.trainer.moe import RoutedExperts
+from megarl.trainer.policy import Policy
+from tests.support.ranks.training.policy import exported_gradients, one_each, own_share, policy_under
+
+R2 = {"trainer__router_replay": "r2", "algorithm__old_logprobs": "trainer"}
+
+
+def replayed(
+    model_dir: Path, layout: dict[str, Any], samples: list[TrainSample], routes: list[torch.Tensor],
+    packed: bool = True, stale: bool = False, **changes: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Gradients and log-probs with the experts `routes` [tokens, MoE layers of the model, K] of each sample.
+
+    `stale`: what the backward pass computes again replays what went forward last.
+    """
+    begin = RoutedExperts.begin
+
+    def forward_only(self: RoutedExperts, *args: Any) -> None:
+        if not torch._C._current_graph_task_id() >= 0:
+            begin(self, *args)
+
+    with (
+        mock.patch.object(
+            policy_module, "plan_micro_batches", policy_module.plan_micro_batches if packed else one_each
+        ),
+        mock.patch.object(RoutedExperts, "begin", forward_only if stale else begin),
+        policy_under(model_dir, layout, **R2, **changes) as policy,
+    ):
+        assert policy.routed is not None
+        moe = [layer for layer, is_moe in enumerate(policy.info.moe_layers) if is_moe]
+        own = [moe.index(layer) for layer in policy.routed.layers]
+        indices, mine = own_share([copy(sample) for sample in samples])
+        for index, sample in zip(indices, mine, strict=True):
+            sample.routes_TLK = routes[index][:, own].to(policy.routed.dtype)
+        logprobs = policy.compute_logprobs(mine)
+        policy.compute_gradients(mine)
+        return {
+            "gradients": exported_gradients(policy),
+            "logprobs": dict(zip(indices, logprobs, strict=True)),
+            "left": left_behind(),
+        }
+
+
+def recorded(
+    model_dir: Path, layout: dict[str, Any], samples: list[TrainSample], replay: bool = True, **changes: Any
+) -> dict[str, Any]:
+    """The experts of an old-log-prob pass by (sample, layer), then gradients of weights that choose others.
+
+    `replay`: False takes the gradients with the experts that these weights choose.
+    """
+    with policy_under(model_dir, layout, **R2, **changes) as policy:
+        assert policy.routed is not None
+        indices, mine = own_share([copy(sample) for sample in samples])
+        policy.compute_logprobs(mine, reference=True)
+        assert all(sample.routes_TLK is None for sample in mine) and not left_behind()
+        policy.compute_logprobs(mine)
+        experts: dict[tuple[int, int], torch.Tensor] = {}
+        for index, sample in zip(indices, mine, strict=True):
+            assert sample.routes_TLK is not None
+            for place, layer in enumerate(policy.routed.layers):
+                experts[index, layer] = sample.routes_TLK[:, place]
+        move_routers(policy)
+        if not replay:
+            policy.routed = None
+        policy.compute_gradients(mine)
+        return {"experts": experts, "gradients": exported_gradients(policy), "left": left_behind()}
+
+
+@torch.no_grad()
+def move_routers(policy: Policy) -> None:
+    """Change the weights of every router, by the number of its layer."""
+    for chunk in policy.module_chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                generator = torch.Generator().manual_seed(module.layer_number)
+                module.weight += 0.05 * torch.randn(module.weight.shape, generator=generator)
+
+
+def left_behind() -> int:
+    """Routers of this process, of whatever model, that would still record or replay, or hold experts."""
+    routers = RouterReplay.global_router_replay_instances
+    assert routers
+    return sum(
+        each.router_replay_action is not None
+        or each.target_topk_idx is not None
+        or each.recorded_topk_idx is not None
+        or bool(each.replay_backward_list)
+        for each in routers
+    )
