@@ -11,14 +11,14 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megarl.gateway.request_fields import ApiError, not_generated
 from megarl.rollout.engine.response_parts import ResponsePart, join_parts
 from megarl.rollout.fleet.external_requests import ExternalDrop, ExternalNews, ExternalRequest, Failure
-from megarl.rollout.transport.link import LinkClient, LinkLost, Parcel, own_text
+from megarl.rollout.transport.link import LinkClient, LinkLost, own_text
 
 logger = logging.getLogger(__name__)
 
@@ -161,9 +161,9 @@ class ControllerClient:
             deadline=None if deadline is None else deadline.sent(now),
         )
 
-    async def _receive(self, report: Parcel[ExternalNews]) -> None:
+    async def _receive(self, report: Sequence[ExternalNews]) -> None:
         self._lost_at = None
-        for news in report.messages:
+        for news in report:
             if (generation := self._open.get(news.name)) is None:
                 continue
             generation.part = join_parts(generation.part, news.part)

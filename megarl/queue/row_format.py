@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import astuple
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megarl.common.values import packed
 from megarl.queue.images import ImageRef
@@ -40,23 +40,17 @@ _SPAN = 6  # version, start, end, lost, epoch, replica
 _CODES = {"int64": "q", "float32": "f", "bool": "b"}  # of `array`, by the dtype of a stream
 
 
-@dataclass(frozen=True)
-class EncodedRow:
-    """The row of a trajectory before it is one of a column: its key, its bytes and its tag."""
+Row: TypeAlias = "tuple[bytes, dict[str, str]]"  # before it is one of a column: its bytes and its tag
 
-    key: str
-    content: bytes
-    tag: dict[str, str]
 
-    @classmethod
-    def of(cls, trajectory: Trajectory) -> EncodedRow:
-        """Return the row of a trajectory."""
-        return cls(trajectory.key, _row(trajectory), _tag(trajectory))
+def encode_row(trajectory: Trajectory) -> Row:
+    """Return the row of a trajectory."""
+    return _content_of(trajectory), _tag(trajectory)
 
-    @classmethod
-    def of_file(cls, key: str, content: bytes) -> EncodedRow:
-        """Return the row of an image's file, which has no tag."""
-        return cls(key, content, {TAG: "{}"})
+
+def encode_file(content: bytes) -> Row:
+    """Return the row of an image's file, which has no tag."""
+    return content, {TAG: "{}"}
 
 
 def encode(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, list[dict[str, str]]]:
@@ -64,20 +58,20 @@ def encode(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, list[dict[st
 
     Token ids are int32 in it, masks int8, log-probs float32 and bitwise equal to the engine's.
     """
-    return join_rows([EncodedRow.of(trajectory) for trajectory in trajectories])
+    return join_rows([encode_row(trajectory) for trajectory in trajectories])
 
 
-def join_rows(encoded: Sequence[EncodedRow]) -> tuple[TensorDict, list[dict[str, str]]]:
+def join_rows(encoded: Collection[Row]) -> tuple[TensorDict, list[dict[str, str]]]:
     """Return what `encode` returns, for rows that are encoded already."""
     import torch
     from tensordict import TensorDict
 
-    rows = [row.content for row in encoded]
+    rows = [content for content, _ in encoded]
     # One tensor for all rows, because a tensor per row takes six times as long.
     values_B = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
     offsets = torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int64)
     column = torch.nested.nested_tensor_from_jagged(values_B, offsets)
-    return TensorDict({COLUMN: column}, batch_size=len(rows)), [row.tag for row in encoded]
+    return TensorDict({COLUMN: column}, batch_size=len(rows)), [tag for _, tag in encoded]
 
 
 def _layout(head: Sequence[int], streams: Sequence[Stream]) -> list[tuple[str, str, int]]:
@@ -105,7 +99,7 @@ def _streams(bits: int) -> list[Stream]:
     return always + [stream for place, stream in enumerate(optional) if bits >> place & 1]
 
 
-def _row(trajectory: Trajectory) -> bytes:
+def _content_of(trajectory: Trajectory) -> bytes:
     bits = sum(1 << place for place, stream in enumerate(_declared()[1]) if stream.name in trajectory.streams)
     streams = _streams(bits)
     values: dict[str, Sequence[float]] = {stream.name: stream_row(stream, trajectory) for stream in streams}
@@ -152,7 +146,7 @@ def decode(data: TensorDict, tags: Sequence[Mapping[str, str]]) -> list[Trajecto
 
 
 def files_of(data: TensorDict) -> list[bytes]:
-    """Return the files in a column of `EncodedRow.of_file`."""
+    """Return the files in a column of `encode_file`."""
     return [bytes(row) for row in _rows(data[COLUMN])]
 
 

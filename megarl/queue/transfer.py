@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from megarl.common.errors import RolloutError
 from megarl.common.process.threads import call_in_thread
-from megarl.queue.row_format import EncodedRow, decode, decode_tag, files_of, join_rows
+from megarl.queue.row_format import Row, decode, decode_tag, encode_file, encode_row, files_of, join_rows
 from megarl.queue.socket_auth import lock
 from megarl.queue.trajectory import SampleTag, Trajectory
 
@@ -307,7 +307,7 @@ class _Put:
     task: asyncio.Task[None]
 
     def __init__(self) -> None:
-        self.rows: list[EncodedRow] = []
+        self.rows: dict[str, Row] = {}  # by key
         self.due = asyncio.Event()
 
 
@@ -331,13 +331,13 @@ class QueueWriter(_Client):
         `more`: other groups are to follow, so this one may wait for some of them (`PUT_INTERVAL_S`).
         """
         # Now, and not all groups together at the put, which would hold up the event loop for longer.
-        rows = [EncodedRow.of(trajectory) for trajectory in trajectories]
-        rows += [EncodedRow.of_file(image_key(trajectories[0].group_id, name), files[name]) for name in files]
+        rows = {trajectory.key: encode_row(trajectory) for trajectory in trajectories}
+        rows |= {image_key(trajectories[0].group_id, name): encode_file(file) for name, file in files.items()}
         if self._next is None:
             self._next = _Put()
             self._next.task = asyncio.get_running_loop().create_task(self._write(self._next, self._writing))
         put = self._next
-        put.rows += rows
+        put.rows |= rows
         if not more:
             put.due.set()
         await asyncio.shield(put.task)
@@ -351,8 +351,8 @@ class QueueWriter(_Client):
                 await put.due.wait()
         self._next, self._writing = None, put.task
         self._next_at = time.monotonic() + PUT_INTERVAL_S
-        fields, tags = join_rows(put.rows)
-        written = self.put([row.key for row in put.rows], fields, tags)
+        fields, tags = join_rows(put.rows.values())
+        written = self.put(list(put.rows), fields, tags)
         await self.submit(written, f"take {len(put.rows)} rows")
 
     async def clear(self, keys: Sequence[str]) -> None:

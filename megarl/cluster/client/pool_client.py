@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.client.connection import ConnectionCut, call_once, connect_ray, own_sigterm_handler
-from megarl.cluster.client.replica_handles import ReplicaClient
 from megarl.cluster.pool.actors import CONTROLLER
 from megarl.cluster.pool.pool_process import NOTICED_S, SupervisorHandle, await_rebuilt, stop_supervisor, wait_ready
-from megarl.common.errors import PartsLost, ReplicaFailed, RolloutError
+from megarl.common.errors import EngineMayRun, PartsLost, PoolEnded, ReplicaFailed, RolloutError
 from megarl.config.schema import Config
 from megarl.config.schema.job import TimeoutsConfig
 from megarl.evaluation.harness import SetReport
@@ -26,6 +25,7 @@ from megarl.rollout.engine.replica_start import replica_name
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.failover import Committed, TrainerRecord
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
+from megarl.rollout.transport.rpc import as_rollout_error
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -366,18 +366,60 @@ class PoolClient:
             )  # fmt: skip
 
 
+class ReplicaHandle:
+    """One replica as the weight sync calls it; thread-safe."""
+
+    def __init__(
+        self, index: int, actor: ActorHandle | None, log: Path, check: Callable[[], None], reach_s: float
+    ) -> None:
+        """`actor`: the replica's EngineReplica, None if it has ended; `log`: its log file, named in errors.
+
+        `check` raises if the pool has ended. `reach_s`: how long a cut of the network is waited for.
+        """
+        self.index = index
+        self.name = f"replica {index}"
+        self._actor = actor
+        self._log = log
+        self._check = check
+        self._reach_s = reach_s
+
+    def call(self, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
+        """Call one method of the replica and wait for its result, whose type is the method's.
+
+        Raises ReplicaFailed, naming the replica, if it failed or died, and EngineMayRun if it could not be reached;
+        TimeoutError after `timeout_s`, and PoolEnded.
+        """
+        import ray
+
+        if self._actor is None:
+            raise ReplicaFailed(self.index, f"{self.name} had ended when it was asked to {method}; see {self._log}")
+        try:
+            return call_once(
+                self._actor, method, args, {}, timeout_s=timeout_s, reach_s=self._reach_s, check=self._check
+            )
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(f"{self.name} did not answer {method} within {timeout_s:.0f} s") from None
+        except PoolEnded:
+            raise
+        except ConnectionCut as error:
+            waited = f"could not be reached for {error.seconds:.0f} s, in which it was asked to {method}"
+            raise EngineMayRun(self.index, f"{self.name} {waited}; see {self._log}: {error}") from error
+        except Exception as error:
+            raise as_rollout_error(self.index, method, error, f"see {self._log}") from error
+
+
 class PoolHandles:
     """The pool as the weight sync uses it: replicas that can be called and replaced by name."""
 
     def __init__(self, client: PoolClient) -> None:
         self._client = client
 
-    def replicas(self) -> Sequence[ReplicaClient]:
-        """Return a client for each replica. Those of lost ones raise ReplicaFailed, so that a sync replaces them."""
+    def replicas(self) -> Sequence[ReplicaHandle]:
+        """Return a handle for each replica. Those of lost ones raise ReplicaFailed, so that a sync replaces them."""
         logs = Path(self._client.handle.run_dir) / "logs"
         check, reach_s = self._client.handle.check, self._client.timeouts.rpc_s
         return [
-            ReplicaClient(index, self._actor(index), logs / f"replica-{index}.log", check, reach_s)
+            ReplicaHandle(index, self._actor(index), logs / f"replica-{index}.log", check, reach_s)
             for index in self._client.members()
         ]
 

@@ -11,9 +11,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from megarl.common.errors import RolloutError
 from megarl.rollout.transport.gather import GATHER_S, Outbox, Sent
@@ -47,13 +46,8 @@ def own_text(error: BaseException) -> str:
     return lines[0] if lines else ""
 
 
-@dataclass(frozen=True)
-class Parcel(Generic[Received]):
-    """Messages of an actor. `number` counts up. `waiting`: what the actor waits for, the end of a sentence."""
-
-    number: int
-    messages: tuple[Received, ...] = ()
-    waiting: str = ""
+# Messages of an actor: a number that counts up, the messages, and what the actor waits for, the end of a sentence.
+Parcel: TypeAlias = tuple[int, tuple[Received, ...], str]
 
 
 class LinkServer(Generic[Sent]):
@@ -99,14 +93,14 @@ class LinkServer(Generic[Sent]):
                 raise RolloutError("another controller, or gateway, uses this actor")
             if messages is not None:
                 self._last, self._taken = tuple(self._pack(each) for each in messages), seen + 1
-            return Parcel(self._taken, self._last, self._waiting())
+            return self._taken, self._last, self._waiting()
 
 
 class LinkClient(Generic[Sent]):
     """The other side: sends messages and hands the actor's on, from `open` to `close` or to its loss."""
 
     def __init__(
-        self, name: str, actor: Any, rpc_s: float, receive: Callable[[Parcel[Any]], Awaitable[None]],  # noqa: ANN401  # Ray does not know the methods of actors
+        self, name: str, actor: Any, rpc_s: float, receive: Callable[[Sequence[Any]], Awaitable[None]],  # noqa: ANN401  # Ray does not know the methods of actors
         lost: Callable[[LinkLost], object], under_way: Callable[[], int], *, gather_s: float = GATHER_S,
         link: str = "", polls: Callable[[], bool] = lambda: True, who: str = "the controller",
     ) -> None:  # fmt: skip
@@ -183,9 +177,10 @@ class LinkClient(Generic[Sent]):
                 self._given_some.clear()
                 await self._given_some.wait()
             parcel: Parcel[Any] = await self._call("take", seen, POLL_S, *self._link, limit_s=POLL_S + self._rpc_s)
-            if parcel.number != seen:
-                seen, self.waiting = parcel.number, parcel.waiting
-                await self._receive(parcel)
+            number, messages, waiting = parcel
+            if number != seen:
+                seen, self.waiting = number, waiting
+                await self._receive(messages)
 
     async def _call(self, method: str, *args: object, limit_s: float) -> Any:  # noqa: ANN401  # of any method
         """Call a method of the actor, again while it cannot be reached. Raises LinkLost after `limit_s`."""

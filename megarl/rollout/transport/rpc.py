@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import EngineMayRun, ReplicaFailed, RequestFailed, RolloutError
 from megarl.rollout.transport.gather import Outbox
-from megarl.rollout.transport.link import LinkClient, LinkLost, LinkServer, Parcel, fate_of_actor, own_text
+from megarl.rollout.transport.link import LinkClient, LinkLost, LinkServer, fate_of_actor, own_text
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -132,8 +132,8 @@ class RpcClient:
             self._link.close()
             self._link = None
 
-    async def _settle(self, answers: Parcel[CallResult]) -> None:
-        for answer in answers.messages:
+    async def _settle(self, answers: Sequence[CallResult]) -> None:
+        for answer in answers:
             future = self._open.get(answer.number)
             if future is None or future.done():  # nobody waits for it any more
                 continue

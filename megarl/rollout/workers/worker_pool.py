@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.resume.group_progress import RequestPlace
 from megarl.rollout.transport.background import cancel_all
-from megarl.rollout.transport.link import LinkClient, LinkLost, Parcel
+from megarl.rollout.transport.link import LinkClient, LinkLost
 from megarl.rollout.workers.agent_worker import AgentWorker, WorkerSpec, start_worker
 from megarl.rollout.workers.messages import (
     Answered,
@@ -285,8 +285,8 @@ class WorkerPool:
             self._without_worker.remove(remote)
         remote.close()
 
-    async def _receive(self, report: Parcel[ToController]) -> None:
-        for number, message in enumerate(report.messages, start=1):
+    async def _receive(self, report: Sequence[ToController]) -> None:
+        for number, message in enumerate(report, start=1):
             if (remote := self._runs.get(message.run)) is not None:  # else that run is over
                 self._handle(remote, message)
             if number % SLICE == 0:

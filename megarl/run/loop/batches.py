@@ -27,7 +27,7 @@ from megarl.common.trust.object_collectives import Codec, codec_of, sendable
 from megarl.config.derived.staleness import pace_of
 from megarl.config.schema import Config, TimeoutsConfig
 from megarl.queue.dump import write_batch
-from megarl.queue.row_format import EncodedRow, decode, join_rows
+from megarl.queue.row_format import Row, decode, encode_row, join_rows
 from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
@@ -52,7 +52,7 @@ _TAGS: Codec[list[SampleTag]] = codec_of(list[SampleTag])
 _KEPT: Codec[bool | None] = codec_of(bool | None)
 _PROBLEM: Codec[str | None] = codec_of(str | None)
 _FILES: Codec[dict[str, bytes]] = codec_of(dict[str, bytes])
-_ENCODED: Codec[list[EncodedRow]] = codec_of(list[EncodedRow])
+_ENCODED: Codec[list[Row]] = codec_of(list[tuple[bytes, dict[str, str]]])
 
 
 def _decode_rows(content: bytes) -> list[Trajectory]:
@@ -65,7 +65,7 @@ def _decode_rows(content: bytes) -> list[Trajectory]:
 
 
 # Rows of the queue that a leader sends to the other ranks of its replica, in the queue's own form.
-ROWS: Codec[list[Trajectory]] = Codec(lambda rows: _ENCODED.encode([EncodedRow.of(row) for row in rows]), _decode_rows)
+ROWS: Codec[list[Trajectory]] = Codec(lambda rows: _ENCODED.encode([encode_row(row) for row in rows]), _decode_rows)
 
 
 class DisagreementError(RuntimeError):

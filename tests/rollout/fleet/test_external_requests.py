@@ -35,8 +35,8 @@ class Gateway:
         await self.link.give(self.given, messages, self.name)
 
     async def take(self) -> dict[str, ExternalNews]:
-        parcel = await self.link.take(self.seen, 60.0, self.name)
-        self.seen, self.news = parcel.number, {each.name: each for each in parcel.messages}
+        self.seen, messages, _ = await self.link.take(self.seen, 60.0, self.name)
+        self.news = {each.name: each for each in messages}
         return self.news
 
 

@@ -790,9 +790,8 @@ async def external_ends(local: LocalController, *names: str, seen: int = 0) -> d
     """Wait for the ends of requests of the gateway."""
     ends: dict[str, ExternalNews] = {}
     while set(names) - ends.keys():
-        report = await local.controller.take(seen, WAIT_S, "gateway")
-        seen = report.number
-        ends |= {each.name: each for each in report.messages if each.ended}
+        seen, news, _ = await local.controller.take(seen, WAIT_S, "gateway")
+        ends |= {each.name: each for each in news if each.ended}
     return ends
 
 

@@ -63,10 +63,10 @@ async def test_what_was_lost_on_its_way_is_given_again_and_nothing_twice() -> No
     server: LinkServer[Message] = LinkServer(receive, int, 0.0)
     server.outbox.put(Message(1))
     first, *again = await asyncio.gather(*(server.take(0, 1.0) for _ in range(3)))
-    assert (first.number, first.messages) == (1, (Message(1),)) and again == [first] * 2
+    assert first[:2] == (1, (Message(1),)) and again == [first] * 2
     waiting = asyncio.ensure_future(server.take(1, 60.0))
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.wait([waiting])
     server.outbox.put(Message(2))
-    assert await server.take(0, 1.0) == first and (await server.take(1, 1.0)).messages == (Message(2),)
+    assert await server.take(0, 1.0) == first and (await server.take(1, 1.0))[1] == (Message(2),)

@@ -22,7 +22,6 @@ from megarl.rollout.resume.group_progress import FrozenLoop
 from megarl.rollout.resume.journal import JOURNAL_FILE
 from megarl.rollout.resume.journal_file import JournalFile
 from megarl.rollout.resume.journal_records import read_head
-from megarl.rollout.transport.link import Parcel
 from megarl.rollout.workers.messages import Ended, Frozen, SentFailure
 from tests.support.engines.fake_replicas import FakeReplica, fleet_of
 from tests.support.rollout.fake_rollout import FakeRewards, FakeSource, LocalController, local_controller
@@ -97,7 +96,7 @@ async def test_what_comes_late_from_before_a_trainer_began_again_changes_nothing
     while len(controller._running.progress) < GROUPS:
         await asyncio.sleep(0.01)
     before = {group: progress.begun() for group, progress in controller._running.progress.items()}
-    reported = [message for worker in crew.made for report in worker.kept_reports for message in report.messages]
+    reported = [message for worker in crew.made for _, messages, _ in worker.kept_reports for message in messages]
     ended = next(message for message in reported if isinstance(message, Ended))
     runs = range(2 * GROUPS)  # those of the history before
     for run in runs:
@@ -108,7 +107,7 @@ async def test_what_comes_late_from_before_a_trainer_began_again_changes_nothing
         ]
     old = [message for message in reported if message.run in runs]
     counters, stats = await controller.counters(), repr(controller._running.stats)
-    await crew.pool._receive(Parcel(99, tuple(old)))
+    await crew.pool._receive(old)
     await asyncio.sleep(0.1)
     assert await controller.counters() == counters and not local.queue.rows
     assert repr(controller._running.stats) == stats
