@@ -222,7 +222,7 @@ def _check(config: Config) -> None:
     """Check model, tokenizer and data before any process starts. Raises ConfigError naming what is wrong."""
     from megarl.config.checks.sections import check
 
-    standalone.refuse_megatron(config.model.path)
+    standalone.refuse_unreadable(config.model.path)
     try:
         check(config)
     except ConfigError as error:

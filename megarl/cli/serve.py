@@ -125,7 +125,7 @@ def _check(config: Config, token_file: Path | None) -> int:
     from megarl.gateway.token_file import read_token
     from megarl.models.hf.read_config import load_info
 
-    standalone.refuse_megatron(config.model.path)
+    standalone.refuse_unreadable(config.model.path)
     problems = list(serving_problems(config))
     try:
         info = load_info(config.model.path)

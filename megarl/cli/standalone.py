@@ -103,18 +103,20 @@ def dtype_of(wanted: str, model_config: dict[str, Any]) -> str:
     return "float32" if (model_config.get("dtype") or model_config.get("torch_dtype")) == "float32" else "bfloat16"
 
 
-def refuse_megatron(model: Path) -> None:
-    """Raise ConfigError for a Megatron checkpoint, and for what is no checkpoint."""
-    from megarl.models.hf.model_files import megatron_step
+def refuse_unreadable(model: Path) -> None:
+    """Raise ConfigError for a Megatron checkpoint, for quantised weights, and for what is no checkpoint."""
+    from megarl.models.hf.model_files import megatron_step, not_for_engines
 
     try:
-        step = megatron_step(model)
+        reason = not_for_engines(model)
+        source = "DIR" if megatron_step(model) is None else str(model)
     except ValueError as error:
         raise ConfigError([f"--model: {error}"]) from None
-    if step is not None:
+    if reason:
+        first = f"import --hf {model} --out DIR, then " if source == "DIR" else ""
         raise ConfigError(
             [
-                f"--model: {model} is a Megatron checkpoint, which engines cannot load; export it first: "
-                f"tools/checkpoint/convert.py export --megatron {model} --hf DIR"
+                f"--model: {model} {reason}, which engines cannot load; export it first: "
+                f"tools/checkpoint/convert.py {first}export --megatron {source} --hf {'OUT' if first else 'DIR'}"
             ]
         )

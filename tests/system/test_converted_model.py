@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkout import ROOT, environment, torchrun
+from tests.support.models.quantized import quantized_model
 from tests.support.models.tensors import differing
 from tests.support.runs.run import tiny_config, train
 
@@ -52,3 +53,16 @@ def test_a_converted_model_trains_and_its_checkpoint_is_served(tmp_path: Path, f
     )  # fmt: skip
     (found,) = json.loads(report.read_text())["sets"]
     assert found["greedy"]["mean@1"]["value"] == pytest.approx(run.summary["eval_after"]["greedy"], abs=1e-6)
+
+
+def test_a_run_starts_from_quantised_files(tmp_path: Path) -> None:
+    """Its engines are plain: their log-probs are those of the trainer, which reads the same numbers."""
+    config: dict[str, Any] = tiny_config(tmp_path, steps=1)
+    quantised, _ = quantized_model(tmp_path / "moe", "qwen3_moe", "fp8")
+    config["model"]["path"] = str(quantised)
+    config["trainer"]["parallel"] = {"expert": 2}
+    run = train(config)
+    assert run.code == 0, run.output[-4000:]
+    difference = run.summary["logprob_abs_diff"]["first"]
+    assert difference["mean"] <= 1e-5 and difference["max"] <= 1e-4, difference
+    assert "quantization_config" not in json.loads((run.directory / "hf/config.json").read_text())

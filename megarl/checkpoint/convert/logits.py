@@ -20,6 +20,9 @@ import torch
 
 from megarl.chat.tokenize import load_tokenizer
 from megarl.models.architecture.architecture import ModelInfo, VisionTower
+from megarl.models.families import FAMILIES
+from megarl.models.hf.directory import HFDirectory
+from megarl.models.hf.export import exported_config
 from megarl.models.hf.model_files import hf_files, megatron_step
 from megarl.models.hf.read_config import load_info
 from megarl.queue.images import ImageRef, positions
@@ -77,14 +80,17 @@ def logprobs(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
 
 
 def _by_transformers(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    import transformers
 
     info = load_info(path)
-    model = (
-        (AutoModelForCausalLM if info.vision is None else AutoModelForImageTextToText)
-        .from_pretrained(hf_files(path), dtype=torch.float32, local_files_only=True, trust_remote_code=False)
-        .eval()
-    )
+    kind = getattr(transformers, FAMILIES[info.family].architecture)
+    source: dict[str, Any] = {"pretrained_model_name_or_path": hf_files(path), "local_files_only": True}
+    if info.raw.get("quantization_config"):  # transformers' own arithmetic is wrong in partial last blocks
+        files = HFDirectory(path)
+        state = {name: files.rows(name, 0, files.shape(name)[0]) for name in files.names()}
+        config = kind.config_class.from_dict(exported_config(info.raw, torch.float32))
+        source = {"pretrained_model_name_or_path": None, "config": config, "state_dict": state}
+    model = kind.from_pretrained(**source, dtype=torch.float32, trust_remote_code=False).eval()
     if torch.cuda.is_available():
         model = model.cuda()
     batches: list[dict[str, torch.Tensor]] = [{"input_ids": torch.tensor([each])} for each in ids]

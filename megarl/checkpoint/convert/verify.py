@@ -32,6 +32,7 @@ def describe(model: HFDirectory | MegatronDirectory) -> str:
         ("format", _format(model)),
         ("family", f"{info.family} ({', '.join(info.raw.get('architectures') or [])})"),
         ("parameters", f"{sum(counts.values()):,}"),
+        *([("quantised", str(model.quantization))] if isinstance(model, HFDirectory) and model.quantization else []),
         ("dtypes", ", ".join(f"{str(d).removeprefix('torch.')} {n:,}" for d, n in counts.most_common())),
         ("layers", f"{info.num_layers}{experts}"),
         ("hidden, vocabulary", f"{info.hidden:,}, {info.vocab_size:,}{' (tied)' if info.tied else ''}"),

@@ -19,7 +19,7 @@ from megarl.config.schema import Config
 from megarl.config.schema.algorithm import TeacherConfig
 from megarl.config.schema.data import DataConfig
 from megarl.models.architecture.architecture import ModelInfo
-from megarl.models.hf.model_files import megatron_step
+from megarl.models.hf.model_files import megatron_step, not_for_engines
 from megarl.models.hf.read_config import load_info
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -127,8 +127,8 @@ def _model_problems(config: Config, teacher: TeacherConfig, key: str, info: Mode
     except ValueError as error:
         yield f"{key}.path: {error}"
         return
-    if step is not None and teacher.where == "engine":
-        yield f"{key}.path: {path} is a Megatron checkpoint, which vLLM cannot read; convert it, or set where=trainer"
+    if (reason := not_for_engines(path)) and teacher.where == "engine":
+        yield f"{key}.path: {path} {reason}, which vLLM cannot read; convert it, or set where=trainer"
     elif step is None and not any(path.glob("*.safetensors")):
         yield f"{key}.path: {path} holds no *.safetensors; convert the checkpoint"
     if differing:

@@ -19,7 +19,9 @@ from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.architecture.mapping import Entry
 from megarl.models.families import FAMILIES
 from megarl.models.hf.fused import fused_tensors, split_records
-from megarl.models.hf.read_config import load_info
+from megarl.models.hf.model_files import raw_config
+from megarl.models.hf.quantized import dequantized, quantized_matrices
+from megarl.models.hf.read_config import load_info, read_quantization
 from megarl.models.hf.safetensors import DTYPES, TensorRecord, read_records
 from megarl.models.megatron.shards import EMBEDDING, table
 
@@ -88,7 +90,7 @@ class HFTensors(Protocol):
 
 
 class HFDirectory:
-    """A Hugging Face directory with safetensors.
+    """A Hugging Face directory with safetensors. Quantised matrices (`quantization`) are read as plain ones.
 
     `info`: of the model that the files must hold; None: that of config.json. `left_out`: the directory's tensors that
     belong to untrained parts. They are not part of the model, but are reported to users.
@@ -102,6 +104,9 @@ class HFDirectory:
         self.info = info or load_info(self.path)
         self.entries = table(self.info)
         records = _by_table_names(read_records(self.path), self.info)
+        self._files = sorted({record.file for record in records.values()})
+        self.quantization = read_quantization(raw_config(self.path))
+        records, self._quantized = quantized_matrices(records, self.quantization)
         self.records, self._matrices = split_records(records, fused_tensors(self.info, self.entries))
         check_tensors(self.path, self.records, self.entries, self.info)
         self.left_out = [name for name in self.records if is_left_out(name, self.info)]
@@ -127,44 +132,49 @@ class HFDirectory:
 
     def files(self) -> list[Path]:
         """Return the weight files, for `fingerprint`."""
-        return sorted({record.file for record in self.records.values()})
+        return self._files
 
     def rows(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> torch.Tensor:
         """Return rows [start, stop) along axis 0, a view of the file. Raises ValueError if the file is truncated.
 
-        `columns`: the part of them along axis 1. Rows of a fused tensor's matrix are copied.
+        `columns`: the part of them along axis 1. Rows of a fused tensor's or a quantised matrix are copied.
         """
         if name in self._matrices:
             return self._matrix(name)[start:stop, slice(*columns or (None, None))].contiguous()
-        file, dtype, shape, offset = self._place(name)
-        step = dtype.itemsize * torch.Size(shape[1:]).numel()
-        rows = file.tensor(dtype, (stop - start, *shape[1:]), offset + start * step)
+        if name in self._quantized:
+            return dequantized(self._quantized[name], self._read, start, stop, columns)
+        rows = self._read(self.records[name], self.dtype(name), start, stop)
         return rows if columns is None else rows[:, slice(*columns)]
 
     def will_need(self, name: str, start: int, stop: int) -> None:
         """Ask the kernel to read these rows ahead; does nothing for the matrix of an expert in a fused tensor."""
         if name in self._matrices:
             return
-        file, dtype, shape, offset = self._place(name)
-        step = dtype.itemsize * torch.Size(shape[1:]).numel()
+        record = self._quantized[name].values if name in self._quantized else self.records[name]
+        file, offset = self._place(record)
+        step = (record.end - record.begin) // max(record.shape[0], 1)
         file.will_need(offset + start * step, offset + stop * step)
+
+    def _read(self, record: TensorRecord, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+        file, offset = self._place(record)
+        step = dtype.itemsize * torch.Size(record.shape[1:]).numel()
+        return file.tensor(dtype, (stop - start, *record.shape[1:]), offset + start * step)
 
     def _matrix(self, name: str) -> torch.Tensor:
         """Return a matrix [out, in] of a fused tensor, a view of the file."""
-        file, dtype, _, offset = self._place(name)
-        place = self._matrices[name]
+        dtype, place = self.dtype(name), self._matrices[name]
+        file, offset = self._place(self.records[name])
         _, inputs, outputs = place.record.shape
         begin = offset + place.expert * inputs * outputs * dtype.itemsize
         return file.tensor(dtype, (inputs, outputs), begin)[:, place.start : place.stop].T
 
-    def _place(self, name: str) -> tuple[MappedFile, torch.dtype, tuple[int, ...], int]:
-        record = self.records[name]
+    def _place(self, record: TensorRecord) -> tuple[MappedFile, int]:
         if record.file not in self._maps:
             mapped = MappedFile(record.file)
             (length,) = struct.unpack("<Q", mapped.bytes(0, 8))
             self._maps[record.file] = (mapped, 8 + length)
         mapped, start = self._maps[record.file]
-        return mapped, DTYPES[record.dtype], record.shape, start + record.begin
+        return mapped, start + record.begin
 
     def _check_redundant_head(self) -> None:
         (name,) = self.entries[EMBEDDING].names

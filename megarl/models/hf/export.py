@@ -292,9 +292,10 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def exported_config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the `config.json` of exported weights: with their dtype, without the layers that are left out (MTP)."""
+def exported_config(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the `config.json` of exported weights: with their dtype, not quantised, without layers left out (MTP)."""
     changed, name = dict(config), str(dtype).removeprefix("torch.")
+    changed.pop("quantization_config", None)
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:  # a reader takes either
         changed[key] = name
     for part in ("text_config", "vision_config"):

@@ -82,6 +82,13 @@ def raw_config(path: Path | str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def not_for_engines(path: Path | str) -> str:
+    """Return why vLLM cannot read a model's weights as those of the trainer; "" if it can. Raises like `hf_files`."""
+    if megatron_step(path) is not None:
+        return "is a Megatron checkpoint"
+    return "holds quantised weights" if raw_config(path).get("quantization_config") else ""
+
+
 def _is_step(path: Path) -> bool:
     if (path / SHARD_INDEX).is_file():
         return True

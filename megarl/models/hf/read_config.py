@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
         raise ValueError(f"architecture {names} is not supported; supported: {supported}")
     given, raw = raw, {**family.defaults, **family.language(raw)}
     _refuse(raw)
+    read_quantization(given)
     for name, most in _LARGEST.items():
         if not 0 < int(raw[name]) <= most:
             raise ValueError(f"{name}={raw[name]!r} must be between 1 and {most}")
@@ -121,8 +123,83 @@ def _refuse(raw: Mapping[str, Any]) -> None:
         raise ValueError("use_sliding_window=true is not supported; set it to false for full attention")
     if raw.get("mlp_bias"):
         raise ValueError("mlp_bias=true is not supported")
-    if raw.get("quantization_config"):
-        raise ValueError(
-            "quantized checkpoints are not supported; use the bf16 or fp32 weights. If these weights are bf16 or fp32 "
-            "already, delete quantization_config"
-        )
+
+
+# How a model's files quantise its matrices (megarl/models/hf/quantized.py reads them).
+
+_REMEDY = (
+    "read are fp8 with weight_block_size, and compressed-tensors pack-quantized (4 bits, symmetric, groups); use "
+    "such files, or bf16 ones"
+)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How files quantise. `block`: rows and columns that share a scale; `dtype`: of the matrices that are read."""
+
+    packed: bool  # INT4, else FP8
+    block: tuple[int, int]
+    dtype: str
+    plain: tuple[str, ...] = ()  # modules that are not quantised: names, or `re:` and a pattern
+
+    def __str__(self) -> str:
+        what = f"INT4 in groups of {self.block[1]}" if self.packed else "FP8 in blocks of {} x {}".format(*self.block)
+        return f"{what}, read as {self.dtype}"
+
+
+def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
+    """Return how the files of a parsed `config.json` quantise; None if they do not.
+
+    Raises ValueError naming the form if it is none that can be read.
+    """
+    if (raw.get("text_config") or {}).get("quantization_config"):
+        raise ValueError("text_config.quantization_config is not read; move it to the top level")
+    given = raw.get("quantization_config")
+    if not given:
+        return None
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if name not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype={name!r} is not one that quantised weights can be read as; use bfloat16")
+    method = given.get("quant_method")
+    if method == "fp8":
+        return _fp8(given, name)
+    if method == "compressed-tensors":
+        return _int4(given, name)
+    raise ValueError(f"quantised weights of quant_method={method!r} are not supported; {_REMEDY}")
+
+
+def _fp8(given: Mapping[str, Any], dtype: str) -> Quantization:
+    _require("fp8", given, {"fmt": ("e4m3", None), "activation_scheme": ("dynamic", None)})
+    block = given.get("weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
+        raise ValueError(f"fp8 weights with weight_block_size={block!r} are not supported; {_REMEDY}")
+    return Quantization(False, (block[0], block[1]), dtype, _names(given, "modules_to_not_convert"))
+
+
+def _int4(given: Mapping[str, Any], dtype: str) -> Quantization:
+    _require("compressed-tensors", given, {"format": ("pack-quantized",), "transform_config": (None, {})})
+    groups = [group.get("weights") or {} for group in (given.get("config_groups") or {}).values()]
+    for weights in groups:
+        wanted = {"num_bits": (4,), "type": ("int",), "symmetric": (True,), "strategy": ("group",), "actorder": (None,)}
+        _require("compressed-tensors", weights, wanted)
+    sizes = {weights.get("group_size") for weights in groups}
+    size = sizes.pop() if len(sizes) == 1 else None
+    if type(size) is not int or size < 1:
+        raise ValueError(f"compressed-tensors weights without one group_size are not supported; {_REMEDY}")
+    return Quantization(True, (1, size), dtype, _names(given, "ignore"))
+
+
+def _require(method: str, given: Mapping[str, Any], supported: Mapping[str, tuple[object, ...]]) -> None:
+    for key, values in supported.items():
+        if given.get(key) not in values:
+            raise ValueError(f"{method} weights with {key}={given.get(key)!r} are not supported; {_REMEDY}")
+
+
+def _names(given: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    names = tuple(str(name) for name in given.get(key) or ())
+    try:
+        for name in names:
+            re.compile(name.removeprefix("re:"))
+    except re.error as error:
+        raise ValueError(f"{key}: {name!r} is not a pattern: {error}") from None
+    return names

@@ -14,7 +14,7 @@ from megarl.common.trust.secret_references import resolved
 from megarl.config.checks.engine import RESERVED
 from megarl.config.derived.staleness import evaluates_alongside_training
 from megarl.config.schema import CPU_KV_CACHE_GIB, Config, RolloutConfig, VisionConfig
-from megarl.models.hf.model_files import hf_files, megatron_step, raw_config
+from megarl.models.hf.model_files import hf_files, not_for_engines, raw_config
 
 # Lets vLLM's engine process collect garbage rarely until it has imported what it needs, which takes seconds.
 
@@ -90,7 +90,8 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         "enable_prefix_caching": True,
         "seed": config.run.seed,
     }
-    if (raw := raw_config(config.model.path)).get("vision_config"):
+    raw = raw_config(config.model.path)
+    if raw.get("vision_config"):
         arguments |= _vision(config.model.vision, raw)
     if not reads_weights(rollout, config.model.path):
         arguments["load_format"] = "dummy"
@@ -109,7 +110,10 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
             # On a CPU with AMX vLLM takes a kernel for latent attention that has bf16 alone, and dies in fp32. Models
             # with other attention ignore this.
             arguments["attention_config"] = {"backend": "CPU_MLA"}
-    return {**arguments, **resolved(rollout.engine_kwargs, "rollout.engine_kwargs")}
+    arguments |= resolved(rollout.engine_kwargs, "rollout.engine_kwargs")
+    if raw.get("quantization_config"):  # the trainer sends its own, plain weights
+        arguments["hf_overrides"] = {**arguments.get("hf_overrides", {}), "quantization_config": None}
+    return arguments
 
 
 def _vision(vision: VisionConfig, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,9 +140,9 @@ def _has_flashinfer_kernels() -> bool:
 def reads_weights(rollout: RolloutConfig, model: Path) -> bool:
     """Return whether engines read the model's weights when they start; otherwise the first weight sync brings them.
 
-    vLLM cannot read a Megatron checkpoint.
+    vLLM cannot read a Megatron checkpoint, and would run quantised weights in another arithmetic.
     """
-    return rollout.load_weights and megatron_step(model) is None
+    return rollout.load_weights and not not_for_engines(model)
 
 
 def _whole_prompts(max_model_len: int | None) -> dict[str, Any]:

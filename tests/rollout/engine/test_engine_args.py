@@ -15,6 +15,7 @@ from megarl.config.checks.engine import CPU_HEAD_SIZES, engine_problems
 from megarl.config.schema import RolloutConfig
 from megarl.rollout.engine.engine_args import _whole_prompts, engine_args, engine_environment
 from tests.support.engines.live_engine import LiveReplica
+from tests.support.models.quantized import quantized_model
 from tests.support.models.tiny import make_tiny_model
 from tests.support.pool.pool import pool_config
 
@@ -67,6 +68,15 @@ def test_engines_read_no_weights_that_the_first_sync_replaces(tmp_path: Path, cu
     training = config(tmp_path, rollout={"load_weights": False})
     assert engine_args(training, cuda=cuda)["load_format"] == "dummy"
     assert "load_format" not in engine_args(config(tmp_path, rollout={"load_weights": True}), cuda=cuda)
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_engines_of_a_quantised_model_are_plain_and_wait_for_the_first_sync(tmp_path: Path, cuda: bool) -> None:
+    quantised, _ = quantized_model(tmp_path, "qwen3_moe", "fp8")
+    passed = {"load_weights": True, "engine_kwargs": {"hf_overrides": {"rope_theta": 1e4}}}
+    args = engine_args(pool_config(tmp_path, quantised, rollout=passed), cuda=cuda)
+    assert args["load_format"] == "dummy"
+    assert args["hf_overrides"] == {"rope_theta": 1e4, "quantization_config": None}
 
 
 @pytest.mark.parametrize(("ranks", "kernels", "off"), [(1, False, False), (2, True, False), (2, False, True)])
