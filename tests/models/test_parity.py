@@ -27,6 +27,7 @@ DENSE_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"tensor": 4, "sequence": True}),  # more ranks than key/value heads
     (4, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}),
     (2, {"pipeline": 2, "first_stage_layers": 1}),
+    (2, {"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": "Ett|t|t|L"}),
 ]
 MOE_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
@@ -38,6 +39,7 @@ MOE_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"tensor": 2, "sequence": True, "expert": 4, "expert_tensor": 1}),
     (4, {"pipeline": 2, "expert": 2}),
     (2, {"pipeline": 2, "last_stage_layers": 1}),
+    (2, {"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": "E|tt|t|tL"}),
 ]
 # Of the product, `make test` runs each layout at least once and each model on several ranks.
 FAST: dict[str, tuple[int, ...]] = {
@@ -48,10 +50,10 @@ FAST: dict[str, tuple[int, ...]] = {
     "mixtral": (1, 2),
     "qwen2": (1, 4, 6),
     "qwen2_yarn": (2,),
-    "qwen3": (0, 2, 3),
+    "qwen3": (0, 2, 3, 8),
     "qwen3_yarn": (1,),
     "qwen3_moe": (0, 4, 5, 7),
-    "deepseek_v3": (0, 1, 2, 3),
+    "deepseek_v3": (0, 1, 2, 3, 9),
     "moonlight": (1,),
     "glm4_moe": (1, 2, 8),
     "glm4_moe_air": (3,),

@@ -39,6 +39,7 @@ FAST: list[Case] = [
     (2, "dense", PP2, {}),
     (2, "dense", VPP2, {}),
     (2, "dense", PP2 | {"first_stage_layers": 1}, {}),
+    (2, "dense", VPP2 | {"pipeline_layout": "Ett|t|t|L"}, {}),
     (2, "dense", VPP2, {"trainer__micro_batch_tokens": 4096}),
     (2, "dense", {}, {}),
     (2, "dense", {}, PLAIN),
@@ -58,6 +59,9 @@ FAST: list[Case] = [
 FULL: list[Case] = [
     (2, "moe", PP2, {}),
     (2, "moe", VPP2, {"packed": False}),
+    (2, "moe", VPP2 | {"pipeline_layout": "E|tt|t|tL"}, {}),
+    (2, "tied", PP2 | {"pipeline_layout": "Et|tttL"}, {}),
+    (2, "dense", VPP2 | {"pipeline_layout": "Ett|tt||L"}, {}),
     (2, "moe", {"expert": 2}, PLAIN),
     (2, "moe", {"expert": 2}, OVERLAP),
     (2, "tied", VPP2, {}),

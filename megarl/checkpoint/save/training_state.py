@@ -23,7 +23,7 @@ from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy, load_shar
 from megarl.checkpoint.format.sharding import model_sharded_state_dict
 from megarl.checkpoint.save.optimizer_shards import optimizer_shards, set_step
 from megarl.common.process.memory_tuning import collections_paused
-from megarl.models.megatron.layout import Layout
+from megarl.models.megatron.layout import UNEVEN_STAGES, Layout
 from megarl.trainer.parallel import on_one_host
 from megarl.trainer.policy import Policy
 from megarl.trainer.reference_policy import ReferenceModel
@@ -115,7 +115,7 @@ def layout_record(layout: Layout) -> dict[str, Any]:
         "sequence": layout.sequence,
         "ranks": layout.world_size,
         # Records of older runs lack these.
-        **{name: count for name in ("first_stage_layers", "last_stage_layers") if (count := getattr(layout, name))},
+        **{name: given for name in UNEVEN_STAGES if (given := getattr(layout, name))},
     }
 
 

@@ -11,6 +11,7 @@ from megarl.config.megatron import fields as megatron_fields
 from megarl.config.megatron.reserved import GPU_ONLY, Target, passes_recompute, transformer_fields
 from megarl.config.schema import Config, MegatronConfig, ParallelConfig, RolloutConfig, TrainerConfig
 from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.megatron.layout import UNEVEN_STAGES, layers_of_text
 
 # Modules of the supported families that Megatron-Core can recompute; moe_act needs the grouped GEMM.
 _RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
@@ -35,9 +36,16 @@ def layout_problems(trainer: TrainerConfig) -> Iterator[str]:
         yield "trainer.parallel.sequence: sequence parallelism needs tensor > 1; set it to false"
     if parallel.virtual_pipeline is not None and pipeline == 1:
         yield "trainer.parallel.virtual_pipeline: needs pipeline > 1; remove it"
-    for key in ("first_stage_layers", "last_stage_layers"):
-        if getattr(parallel, key) is not None and pipeline == 1:
-            yield f"trainer.parallel.{key}: needs pipeline > 1; remove it"
+    given = [key for key in UNEVEN_STAGES if getattr(parallel, key) is not None]
+    if pipeline == 1:
+        yield from (f"trainer.parallel.{key}: needs pipeline > 1; remove it" for key in given)
+    elif parallel.pipeline_layout is not None and len(given) > 1:
+        yield f"trainer.parallel.pipeline_layout: it says the layers of every stage; remove {' and '.join(given[:-1])}"
+    elif parallel.pipeline_layout is not None:
+        try:
+            layers_of_text(parallel.pipeline_layout, pipeline, parallel.virtual_pipeline or 1)
+        except ValueError as error:
+            yield f"trainer.parallel.pipeline_layout: {error}"
 
 
 def model_problems(
@@ -82,19 +90,20 @@ def _stage_problems(trainer: TrainerConfig, megatron: MegatronConfig, info: Mode
     layers = info.num_layers
     parallel, layout = trainer.parallel, trainer_layout(trainer.parallel, trainer.gpus)
     try:
-        chunks = [len(layout.chunk_layers(layers, stage, 0)) for stage in range(layout.pipeline)]
+        first, most = len(layout.chunk_layers(layers, 0, 0)), layout.most_layers(layers)
     except ValueError as error:
-        uneven = parallel.first_stage_layers is not None or parallel.last_stage_layers is not None
-        key = "first_stage_layers" if uneven else "virtual_pipeline" if parallel.virtual_pipeline else "pipeline"
-        fix = "other numbers of layers" if uneven else f"a divisor of {layers}, or set first_stage_layers"
+        given = [key for key in UNEVEN_STAGES if getattr(parallel, key) is not None]
+        key = "virtual_pipeline" if parallel.virtual_pipeline else "pipeline"
+        key = "pipeline_layout" if "pipeline_layout" in given else "first_stage_layers" if given else key
+        fix = "other numbers of layers" if given else f"a divisor of {layers}, or set first_stage_layers"
         yield f"trainer.parallel.{key}: {error}; the model has {layers}: use {fix}"
     else:
-        yield from _recompute_layers_problems(trainer, megatron, max(chunks))
+        yield from _recompute_layers_problems(trainer, megatron, most)
         deepstack = len(info.vision.deepstack) if info.vision else 0
-        if chunks[0] < deepstack:
+        if first < deepstack:
             yield (
                 f"trainer.parallel.pipeline: the first {deepstack} layers take image features (deepstack) and must be "
-                f"on the first stage, which has {chunks[0]}; use fewer stages"
+                f"on the first stage, which has {first}; use fewer stages"
             )
 
 

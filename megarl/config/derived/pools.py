@@ -22,6 +22,7 @@ def trainer_layout(parallel: ParallelConfig, gpus: int) -> Layout:
         virtual_pipeline=parallel.virtual_pipeline,
         first_stage_layers=parallel.first_stage_layers,
         last_stage_layers=parallel.last_stage_layers,
+        pipeline_layout=parallel.pipeline_layout,
         expert=parallel.expert,
         expert_tensor=parallel.expert_tensor,
         sequence=parallel.sequence,

@@ -92,7 +92,7 @@ _TRANSFORMER = {
     **_each(
         "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout"
         " account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
-        "set trainer.parallel.first_stage_layers or last_stage_layers",
+        "set trainer.parallel.first_stage_layers, last_stage_layers or pipeline_layout",
     ),
     "moe_enable_routing_replay": "set trainer.router_replay",
     **_each("use_cpu_initialization transformer_impl", "it depends on the platform"),

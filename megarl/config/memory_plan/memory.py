@@ -262,8 +262,7 @@ def resolve_auto(rank: TrainerRank, device: Device, longest: int) -> TrainerRank
     if wants_tokens:
         rank = rank.with_trainer(micro_batch_tokens=longest)
     if rank.trainer.recompute == "auto" and not passes_recompute(rank.megatron):
-        stages = rank.layout.stage_layers(rank.info.num_layers)
-        planned, layers = rank, max(stages) // (rank.layout.virtual_pipeline or 1)
+        planned, layers = rank, rank.layout.most_layers(rank.info.num_layers)
         recompute = _cheapest(layers, device, lambda kind: _fits(planned.with_trainer(recompute=kind), device))
         rank = rank.with_trainer(recompute=recompute)
     if wants_tokens:

@@ -277,19 +277,20 @@ class TrainerRank:
         if granularity is None:
             return 0.0
         plain = self._without_recompute()
-        chunks = range(self.layout.virtual_pipeline or 1)
-        layers = [layer for chunk in chunks for layer in self.layout.chunk_layers(self.info.num_layers, stage, chunk)]
-        whole = max(plain.saved_per_token(layer) for layer in layers)
+        count = self.info.num_layers
+        chunks = [self.layout.chunk_layers(count, stage, each) for each in range(self.layout.virtual_pipeline or 1)]
+        layers = [layer for chunk in chunks for layer in chunk]
+        whole = max((plain.saved_per_token(layer) for layer in layers), default=0.0)
         released = _output_per_token(_Sizes.of(self)) if stage == self.layout.pipeline - 1 else 0.0
         if granularity == "full":
             count = int(passed.get("recompute_num_layers") or 1)
-            per_chunk = len(layers) // len(chunks)
+            per_chunk = max(map(len, chunks))
             if passed.get("recompute_method") == "block":
                 released += whole * max(0, per_chunk - count)
                 count = 1
             working = whole * min(count, per_chunk)
         else:
-            working = whole - min(self.saved_per_token(layer) for layer in layers)
+            working = whole - min((self.saved_per_token(layer) for layer in layers), default=0.0)
         return max(0.0, working - released) * self.trainer.token_limit
 
     def peak_bytes(self, stage: int, load: float = 1.0) -> float:

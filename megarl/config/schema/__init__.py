@@ -91,6 +91,11 @@ class ParallelConfig(Section):
         None, ge=1, description="Layers of the first pipeline stage; default: as many as each other stage."
     )
     last_stage_layers: int | None = Field(None, ge=1, description="Layers of the last pipeline stage, likewise.")
+    pipeline_layout: str | None = Field(
+        None,
+        description="Layers of every stage, as Megatron's `pipeline_model_parallel_layout` has them: `Ettt|(tt|)*6tL` "
+        "(E embedding, t layer, L output layer). With VPP the second chunks of all stages follow the first ones.",
+    )
     expert: int = Field(1, ge=1, description="Expert-parallel size (EP).")
     expert_tensor: int | None = Field(None, ge=1, description="Expert tensor-parallel size (ETP); default TP.")
     sequence: bool = Field(False, description="Sequence parallelism (SP); needs TP > 1.")

@@ -139,6 +139,7 @@ def _parallelism(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
         "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
         "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+        "pipeline_model_parallel_layout": layout.pipeline_layout,
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.etp,
         "sequence_parallel": layout.sequence,

@@ -147,6 +147,8 @@ def test_ranks_of_several_hosts_read_for_each_other(
         pytest.param((2, {}), (2, EP2), "moe", marks=pytest.mark.slow),
         pytest.param((2, PP2), (2, PP2 | {"virtual_pipeline": 2}), "dense", marks=pytest.mark.slow),
         pytest.param((2, PP2 | {"last_stage_layers": 1}), (2, PP2), "dense", marks=pytest.mark.slow),
+        ((2, PP2), (2, PP2 | {"virtual_pipeline": 2, "pipeline_layout": "Ett|t|t|L"}), "dense"),
+        pytest.param((2, PP2 | {"pipeline_layout": "Et|tttL"}), (2, EP2), "moe", marks=pytest.mark.slow),
         pytest.param((4, EP2 | TP2 | {"sequence": True}), (2, PP2), "moe", marks=pytest.mark.slow),
         pytest.param((2, TP2), (4, TP2), "dense", marks=pytest.mark.slow),
     ],

@@ -68,6 +68,29 @@ LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
         {"trainer__gpus": 2, "trainer__parallel": {"pipeline": 2, "first_stage_layers": 1, "last_stage_layers": 1}},
         "trainer.parallel.first_stage_layers: 2 layers cannot be split over 0",
     ),
+    (
+        "qwen3",
+        {"trainer__parallel": {"pipeline_layout": "EttttL"}},
+        "trainer.parallel.pipeline_layout: needs pipeline > 1; remove it",
+    ),
+    (
+        "qwen3",
+        {"trainer__gpus": 2, "trainer__parallel": {"pipeline": 2, "pipeline_layout": "Et|t|t|tL"}},
+        "trainer.parallel.pipeline_layout: 'Et|t|t|tL' has 4 stages, but pipeline x virtual_pipeline is 2 x 1",
+    ),
+    (
+        "qwen3",
+        {"trainer__gpus": 2, "trainer__parallel": {"pipeline": 2, "pipeline_layout": "Et|ttL"}},
+        "trainer.parallel.pipeline_layout: 'Et|ttL' has 3 layers (t); the model has 4",
+    ),
+    (
+        "qwen3",
+        {
+            "trainer__gpus": 2,
+            "trainer__parallel": {"pipeline": 2, "pipeline_layout": "Et|tttL", "last_stage_layers": 3},
+        },
+        "trainer.parallel.pipeline_layout: it says the layers of every stage; remove last_stage_layers",
+    ),
     ("qwen3", {"trainer__gpus": 2, "trainer__parallel": {"expert": 2}}, "this model has no experts"),
     ("qwen3_moe", {"trainer__gpus": 3, "trainer__parallel": {"expert": 3}}, "4 experts cannot be split 3 ways"),
     ("qwen3_moe", {"trainer__gpus": 2, "trainer__parallel": {"tensor": 2}}, "only with sequence parallelism"),
@@ -169,9 +192,10 @@ def test_passed_megatron_fields(models: Models, target: str, fields: dict[str, A
         ({"pipeline": 2}, 2),
         ({"pipeline": 2, "virtual_pipeline": 2}, 1),
         ({"pipeline": 2, "last_stage_layers": 1}, 3),
+        ({"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": "E|tt|t|tL"}, 2),
     ],
 )
-def test_no_more_layers_are_recomputed_than_a_stage_has(models: Models, layout: dict[str, int], most: int) -> None:
+def test_no_more_layers_are_recomputed_than_a_stage_has(models: Models, layout: dict[str, Any], most: int) -> None:
     changes: dict[str, Any] = {"trainer__gpus": layout.get("pipeline", 1), "trainer__parallel": layout}
     assert problems(models["qwen3"], **changes, trainer__recompute=most) == []
     (found,) = problems(models["qwen3"], **changes, trainer__recompute=most + 1)

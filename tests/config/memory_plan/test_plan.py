@@ -226,6 +226,38 @@ def test_ranks_together_hold_the_model_once(
     assert held == total + (info.vocab_size * info.hidden if tied and pipeline > 1 else 0)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "line"),
+    [
+        ({"pipeline": 2}, "PP 2 · DP 1"),
+        ({"pipeline": 2, "last_stage_layers": 1}, "PP 2 (3 + 1 layers) · DP 1"),
+        ({"pipeline": 2, "first_stage_layers": 1}, "PP 2 (1 + 3 layers) · DP 1"),
+        (
+            {"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": "Et|t|t|tL"},
+            "PP 2 · DP 1 · VPP 2",
+        ),
+        (
+            {"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": "Ettt|t||L"},
+            "PP 2 (3 + 1 layers) · DP 1 · VPP 2",
+        ),
+    ],
+)
+def test_the_plan_shows_unequal_stages(models: dict[str, Path], parallel: dict[str, Any], line: str) -> None:
+    chosen = config(models["qwen3"], trainer__gpus=2, trainer__parallel=parallel)
+    assert line in " ".join(printed(make_plan(chosen, device="cuda", files=False)).split())
+
+
+def test_the_plan_is_of_the_fullest_stage(models: dict[str, Path]) -> None:
+    """The more layers one stage has, the more memory the plan says; that of a stage without layers is planned too."""
+    texts = ["Ett|ttL", "Ettt|tL", "Etttt|L"]
+    peaks = []
+    for text in texts:
+        parallel = {"pipeline": 2, "pipeline_layout": text}
+        found = plan(models["qwen3"], device="cuda", trainer__gpus=2, trainer__parallel=parallel, trainer__recompute=1)
+        peaks.append(found.trainer.peak)
+    assert peaks[0] < peaks[1] < peaks[2]
+
+
 def test_dry_run_prints_config_and_plan(models: dict[str, Path]) -> None:
     chosen = config(models["qwen3_moe"], trainer__gpus=2, trainer__parallel={"expert": 2}, algorithm__kl={"coef": 0.1})
     text = printed(make_plan(chosen, device="cuda", files=False))

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -28,6 +30,7 @@ class TestLayout:
             ({"expert": 8, "world_size": 4}, "expert_tensor x expert x pipeline = 8"),
             ({"sequence": True, "world_size": 2}, "needs tensor > 1"),
             ({"virtual_pipeline": 2, "world_size": 2}, "needs pipeline > 1"),
+            ({"pipeline_layout": "EttL"}, "need pipeline > 1"),
         ],
     )
     def test_what_megatron_cannot_run_is_refused(self, sizes: dict[str, Any], message: str) -> None:
@@ -69,15 +72,59 @@ def test_stages_have_the_layers_that_megatron_gives_them(
             assert layout.chunk_layers(layers, stage, chunk) == range(first, first + count)
 
 
+TEXTS = [
+    (61, 8, 2, "Et*3|" + "t*4|" * 14 + "ttL"),
+    (61, 16, None, "Ettt,|(t*4|)*14,ttL"),
+    (10, 2, 2, "Ettt|ttt|tttt|L"),  # a chunk of the output layer alone
+    (10, 4, None, "E|ttttt|ttttt|L"),
+    (61, 8, None, "Et*7|(t*8|)*6t*6L"),
+]
+
+
+@pytest.mark.parametrize(("layers", "pipeline", "virtual", "text"), TEXTS)
+def test_a_text_means_what_it_means_to_megatron(layers: int, pipeline: int, virtual: int | None, text: str) -> None:
+    layout = Layout(pipeline=pipeline, virtual_pipeline=virtual, pipeline_layout=text, world_size=pipeline)
+    theirs = PipelineParallelLayerLayout(text, pipeline)
+    theirs.validate_layer_layout(layers, 0)
+    counts = [[part.count(LayerType.decoder) for part in stage] for stage in theirs.layout]
+    assert layout.stage_layers(layers) == tuple(map(sum, counts))
+    assert layout.most_layers(layers) == max(map(max, counts))
+    order = []
+    for chunk in range(virtual or 1):
+        for stage in range(pipeline):
+            held = layout.chunk_layers(layers, stage, chunk)
+            assert len(held) == counts[stage][chunk]
+            order += held
+    assert order == list(range(layers))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"pipeline_layout": "Et|tL"}, "2 stages, but pipeline x virtual_pipeline is 4 x 1"),
+        ({"pipeline_layout": "Et|t|t|t|t|t|t|tL"}, "8 stages, but pipeline x virtual_pipeline is 4 x 1"),
+        ({"pipeline_layout": "Et|t|t|t"}, "is not E"),
+        ({"pipeline_layout": "tE|t|t|tL"}, "is not E"),
+        ({"pipeline_layout": "Et|t|t|tmL"}, "is not E"),
+        ({"pipeline_layout": "Et*9999|t|t|tL"}, "is not E"),
+        ({"pipeline_layout": "Et|t|t|tL", "first_stage_layers": 1}, "says the layers of every stage"),
+    ],
+)
+def test_texts_that_do_not_fit_are_refused(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout(**sizes, pipeline=4, world_size=4)
+
+
 @pytest.mark.parametrize(
     ("layers", "sizes", "message"),
     [
+        (5, {"pipeline": 2, "pipeline_layout": "Et|ttL"}, r"'Et\|ttL' has 3 layers"),
         (61, {"pipeline": 8}, "61 layers cannot be split over 8"),
         (61, {"pipeline": 8, "last_stage_layers": 6}, "55 layers cannot be split over 7"),
         (4, {"pipeline": 2, "first_stage_layers": 4}, "0 layers cannot be split over 1"),
         (10, {"pipeline": 2, "virtual_pipeline": 2, "first_stage_layers": 5}, "the 5 layers"),
     ],
 )
-def test_stages_that_cannot_be_are_refused(layers: int, sizes: dict[str, int], message: str) -> None:
+def test_stages_that_cannot_be_are_refused(layers: int, sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Layout(**sizes, world_size=sizes["pipeline"]).stage_layers(layers)
