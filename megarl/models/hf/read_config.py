@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megarl.models.architecture.architecture import ModelInfo
-from megarl.models.architecture.rope import read_rope, rotary_share
+from megarl.models.architecture.rope import KINDS, read_rope, rotary_share
 from megarl.models.families import FAMILIES
 from megarl.models.hf.model_files import hf_files
 
@@ -34,7 +34,8 @@ def load_info(model_dir: Path | str) -> ModelInfo:
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         # The others come from a field of the wrong type, or a size of 0, at the first place that uses it.
         what = f"missing key {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{path}: {what}") from error
+        page = "; docs/training/models.md lists what works" if "not supported" in what else ""
+        raise ValueError(f"{path}: {what}{page}") from error
 
 
 # Far beyond any model: a file that says more would take all memory where its sizes are used first.
@@ -60,7 +61,7 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
         supported = ", ".join(f.architecture for f in FAMILIES.values())
         if not names:
             raise ValueError(f"'architectures' is missing: write the model's own as a list; supported: {supported}")
-        raise ValueError(f"architecture {names} is not supported; supported: {supported}")
+        raise ValueError(f"architecture {names} is not supported: no family has {', '.join(_unknown(raw))}")
     given, raw = raw, {**family.defaults, **family.language(raw)}
     _refuse(raw)
     read_quantization(given)
@@ -92,6 +93,27 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
     if "rotary_dim" not in fields and rotary_share(raw) != 1:
         raise ValueError("partial_rotary_factor other than 1 is not supported in this family")
     return ModelInfo(**fields)
+
+
+def _unknown(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Yield, in words, the parts of a model of an unknown architecture that its config names."""
+    text = {**raw, **(raw.get("text_config") or {})}
+    kinds = sorted({str(kind) for kind in text.get("layer_types") or text.get("layers_block_type") or ()})
+    if text.get("hybrid_override_pattern") or any(key.startswith(("mamba_", "ssm_")) for key in text):
+        kinds.append("state space")
+    if kinds and kinds != ["full_attention"]:
+        yield f"its layers ({', '.join(kinds)})"
+    experts = next((text[key] for key in _EXPERTS if text.get(key)), None)
+    if experts:
+        yield f"its router of {experts} experts"
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in KINDS:
+        yield f"its RoPE ({kind})"
+    yield "its names of tensors"
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def _with_pixels(info: ModelInfo, directory: Path) -> ModelInfo:

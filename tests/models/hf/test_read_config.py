@@ -140,8 +140,34 @@ def test_default_rope_is_no_scaling() -> None:
             LLAMA | {"architectures": None},
             "'architectures' is missing: write the model's own as a list; supported: Dee",
         ),
-        (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "not supported; supported: DeepseekV3ForCausalLM, Glm4Moe"),
-        (LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "RoPE scaling 'longrope'"),
+        (
+            LLAMA | {"architectures": ["GPT2LMHeadModel"]},
+            r"GPT2LMHeadModel'\] is not supported: no family has its names of tensors; docs/training/models\.md lists",
+        ),
+        (
+            LLAMA | {"architectures": ["JambaForCausalLM"], "mamba_d_state": 16, "num_experts": 16},
+            r"no family has its layers \(state space\), its router of 16 experts, its names of tensors; docs/training",
+        ),
+        (
+            LLAMA
+            | {
+                "architectures": ["GptOssForCausalLM"],
+                "num_local_experts": 32,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            r"no family has its layers \(full_attention, sliding_attention\), its router of 32 experts, its names",
+        ),
+        (
+            {
+                "architectures": ["Gemma3ForConditionalGeneration"],
+                "text_config": {"layer_types": ["full_attention"], "rope_scaling": {"type": "longrope"}},
+            },
+            r"no family has its RoPE \(longrope\), its names of tensors; docs/training/models\.md lists what works$",
+        ),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 4}},
+            r"RoPE scaling 'longrope' is not supported.*; docs/training/models\.md lists what works$",
+        ),
         (LLAMA | {"rope_scaling": {"rope_type": "llama3"}}, "needs factor, low_freq_factor, high_freq_factor"),
         (
             LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": YARN},
