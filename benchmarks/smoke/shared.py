@@ -113,8 +113,8 @@ def _relay_rows(where: Where) -> list[Ratio]:
 def _join(store: SyncStore, rank: int, device: torch.device) -> TrainerEnd | WorkerEnd:
     from megarl.weights.group import relay
 
-    name = relay.device_of(0 if device.type == "cuda" else -1)
-    return relay.join(relay.RelayPlace(f"member {rank}", rank, 2, 1, name, LIMIT_S), store, None)
+    place = relay.MemberPlace(f"member {rank}", rank, 2, LIMIT_S, LIMIT_S, senders=1, store=store)
+    return relay.join(place, relay.device_of(0 if device.type == "cuda" else -1), None)
 
 
 def _worker(_: int, port: int, key: bytes, device_type: str, nbytes: int) -> None:

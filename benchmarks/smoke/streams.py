@@ -26,7 +26,7 @@ from benchmarks.smoke import publish
 from benchmarks.smoke.rows import Where, row
 
 if TYPE_CHECKING:
-    from megarl.weights.group.backends import Backend
+    from megarl.weights.group.relay import Backend
 
 OCCUPIED_S = 0.5
 POLL_S = 0.001

@@ -366,7 +366,7 @@ class PoolClient:
             )  # fmt: skip
 
 
-class ReplicaHandle:
+class PoolReplica:
     """One replica as the weight sync calls it; thread-safe."""
 
     def __init__(
@@ -414,12 +414,12 @@ class PoolHandles:
     def __init__(self, client: PoolClient) -> None:
         self._client = client
 
-    def replicas(self) -> Sequence[ReplicaHandle]:
-        """Return a handle for each replica. Those of lost ones raise ReplicaFailed, so that a sync replaces them."""
+    def replicas(self) -> Sequence[PoolReplica]:
+        """Return each replica. Those of lost ones raise ReplicaFailed, so that a sync replaces them."""
         logs = Path(self._client.handle.run_dir) / "logs"
         check, reach_s = self._client.handle.check, self._client.timeouts.rpc_s
         return [
-            ReplicaHandle(index, self._actor(index), logs / f"replica-{index}.log", check, reach_s)
+            PoolReplica(index, self._actor(index), logs / f"replica-{index}.log", check, reach_s)
             for index in self._client.members()
         ]
 

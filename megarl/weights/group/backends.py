@@ -12,39 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import cast
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Work
+from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from megarl.weights.group import relay
-from megarl.weights.group.relay import Exchange
-
-
-class Backend(Protocol):
-    """The methods of ProcessGroupGloo and ProcessGroupNCCL that a group calls. torch declares no type for all three."""
-
-    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work:
-        """Begin a broadcast from the rank in `options`."""
-
-    def abort(self) -> None:
-        """End all operations that are running."""
-
-    def shutdown(self) -> None:
-        """Leave the group."""
-
-
-@dataclass(frozen=True)
-class MemberPlace:
-    """One member's place in a group, and timeouts in seconds: for connecting, and for each operation."""
-
-    name: str
-    rank: int
-    size: int
-    connect_s: float
-    operation_s: float
-    senders: int = 0  # the first members, which are trainer ranks
-    exchange: Exchange | None = None  # for the members of a relay
+from megarl.weights.group.relay import Backend, MemberPlace
 
 
 @dataclass(frozen=True)
@@ -109,10 +83,8 @@ def _relay(
             group = make(PrefixStore("trainers", store), replace(place, size=place.senders))
             return group if cuda else _WithoutAbort(group)
 
-        assert place.exchange is not None
         device = relay.device_of(torch.cuda.current_device() if cuda else -1)
-        own = relay.RelayPlace(place.name, place.rank, place.size, place.senders, device, place.connect_s)
-        return cast("Backend", relay.join(own, place.exchange, inner if place.senders > 1 else None))
+        return cast("Backend", relay.join(place, device, inner if place.senders > 1 else None))
 
     return connect
 

@@ -31,35 +31,15 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import BroadcastOptions, Work
 
+from megarl.weights.group.store import SyncStore
+
 BUFFERS = 2
 _MESSAGE_BYTES = 4096
 _POLL_S = 0.0005
 
 
-class Exchange(Protocol):
-    """The parts of the signed store that members find each other by."""
-
-    def put(self, key: str, value: object) -> None:
-        """Set a value, which JSON can hold."""
-
-    def block_all(self, keys: Sequence[str], timeout_s: float) -> list[Any] | None:
-        """Return the values of all keys, or None if they are not there in time."""
-
-
-@dataclass(frozen=True)
-class RelayPlace:
-    """One member's place: the trainer ranks are the first `senders` of `size`. `device`: where it is, for a match."""
-
-    name: str
-    rank: int
-    size: int
-    senders: int
-    device: str
-    connect_s: float
-
-
-class Inner(Protocol):
-    """The group of the trainer ranks alone."""
+class Backend(Protocol):
+    """The methods of ProcessGroupGloo and ProcessGroupNCCL that a group calls. torch declares no type for all three."""
 
     def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work:
         """Begin a broadcast from the rank in `options`."""
@@ -69,6 +49,20 @@ class Inner(Protocol):
 
     def shutdown(self) -> None:
         """Leave the group."""
+
+
+@dataclass(frozen=True)
+class MemberPlace:
+    """One member's place in a group, and timeouts in seconds: for connecting, and for each operation."""
+
+    name: str
+    rank: int
+    size: int
+    connect_s: float
+    operation_s: float
+    senders: int = 0  # the first members, which are trainer ranks
+    store: SyncStore | None = None  # in which the members of a relay find each other, by keys that begin with `keys`
+    keys: str = ""
 
 
 class RelayWork:
@@ -118,17 +112,20 @@ def device_of(number: int) -> str:
     return str(torch.cuda.get_device_properties(number).uuid) if number >= 0 else ""
 
 
-def join(place: RelayPlace, exchange: Exchange, inner: Callable[[], Inner] | None) -> TrainerEnd | WorkerEnd:
-    """Connect one member. `inner`: makes the group of the trainer ranks; None if there is only one.
+def join(place: MemberPlace, device: str, inner: Callable[[], Backend] | None) -> TrainerEnd | WorkerEnd:
+    """Connect one member. `device`: where it is, for a match.
+
+    `inner`: makes the group of the trainer ranks; None if there is only one.
 
     Raises RuntimeError if the members do not find each other within `place.connect_s`.
     """
-    deadline = time.monotonic() + place.connect_s
-    here = {"host": os.uname().nodename, "device": place.device}
+    deadline, store, keys = time.monotonic() + place.connect_s, place.store, place.keys
+    assert store is not None
+    here = {"host": os.uname().nodename, "device": device}
 
     def others(kind: str, ranks: range) -> list[Any]:
         left = max(0.1, deadline - time.monotonic())
-        answers = exchange.block_all([f"{kind}/{rank}" for rank in ranks], left)
+        answers = store.block_all([f"{keys}/{kind}/{rank}" for rank in ranks], left)
         if answers is None:
             raise RuntimeError(f"{place.name} waited {place.connect_s:.0f} s for the members of the relay")
         return answers
@@ -139,7 +136,7 @@ def join(place: RelayPlace, exchange: Exchange, inner: Callable[[], Inner] | Non
             name = f"megarl-relay-{secrets.token_hex(16)}"
             listener.bind(f"\0{name}")
             listener.listen(max(1, len(workers)))
-            exchange.put(f"trainer/{place.rank}", {**here, "socket": name})
+            store.put(f"{keys}/trainer/{place.rank}", {**here, "socket": name})
             mine = sum(answer["relay"] == place.rank for answer in others("worker", workers))
             listener.settimeout(max(0.1, deadline - time.monotonic()))
             try:
@@ -151,10 +148,10 @@ def join(place: RelayPlace, exchange: Exchange, inner: Callable[[], Inner] | Non
     offers = others("trainer", trainers)
     near = [rank for rank, offer in enumerate(offers) if {key: offer[key] for key in here} == here]
     if not near:
-        exchange.put(f"worker/{place.rank}", {"relay": -1})
+        store.put(f"{keys}/worker/{place.rank}", {"relay": -1})
         raise RuntimeError(f"{place.name} finds no trainer rank on its device: {here}")
     relay = near[(place.rank - place.senders) % len(near)]
-    exchange.put(f"worker/{place.rank}", {"relay": relay})
+    store.put(f"{keys}/worker/{place.rank}", {"relay": relay})
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel.settimeout(max(0.1, deadline - time.monotonic()))
     channel.connect(f"\0{offers[relay]['socket']}")
@@ -185,7 +182,7 @@ def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 class TrainerEnd:
     """The end of a trainer rank. A thread passes on what comes: the rank itself may wait for others in a gather."""
 
-    def __init__(self, inner: Inner | None, channels: Sequence[socket.socket]) -> None:
+    def __init__(self, inner: Backend | None, channels: Sequence[socket.socket]) -> None:
         """`inner`: None for the only rank; `channels`: one to each worker on this device."""
         self._inner, self._channels = inner, channels
         self._buffers: list[_Shared | None] = [None] * BUFFERS

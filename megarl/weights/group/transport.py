@@ -26,7 +26,8 @@ from torch.distributed import BroadcastOptions, Work
 
 from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted
 from megarl.common.process.threads import call_in_thread
-from megarl.weights.group.backends import BACKENDS, Backend, MemberPlace
+from megarl.weights.group.backends import BACKENDS
+from megarl.weights.group.relay import Backend, MemberPlace
 from megarl.weights.group.stage import MemberProgress, StageWatch, end_key
 from megarl.weights.group.store import STORE_TIMEOUT_S, SyncStore
 
@@ -180,8 +181,8 @@ class Group:
         store = self.store.prefixed(f"{self._prefix}/rendezvous")
         # Our own deadline, whose error names members, comes before the library's timeout.
         operation_s, senders = self.members.timeout_s + OPERATION_SLACK_S, len(self.members.senders)
-        exchange = _Exchange(self.store.connection(), f"{self._prefix}/relay")
-        place = MemberPlace(self.name, self.rank, len(self.names), timeout_s, operation_s, senders, exchange)
+        own, keys = self.store.connection(), f"{self._prefix}/relay"
+        place = MemberPlace(self.name, self.rank, len(self.names), timeout_s, operation_s, senders, own, keys)
         return self._kind.make(store, place)
 
     def begin(self, sync: int, buckets: int, timeout_s: float) -> None:
@@ -287,21 +288,6 @@ class Group:
         self.progress.freeze()
         where = "" if bucket is None else f" in bucket {bucket + 1} of {self.buckets}"
         return ConnectionLost(f"{self.name} lost its connection{where}: {_first_line(error)}")
-
-
-class _Exchange:
-    """The keys of the store under one prefix."""
-
-    def __init__(self, store: SyncStore, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
-
-    def put(self, key: str, value: object) -> None:
-        """Set a value."""
-        self._store.put(f"{self._prefix}/{key}", value)
-
-    def block_all(self, keys: Sequence[str], timeout_s: float) -> list[Any] | None:
-        """Return the values of all keys, or None if they are not there in time."""
-        return self._store.block_all([f"{self._prefix}/{key}" for key in keys], timeout_s)
 
 
 class PendingBroadcast:

@@ -25,7 +25,7 @@ import ray
 from megarl.cluster.client import connection
 from megarl.cluster.client import pool_client as client_module
 from megarl.cluster.client.connection import ConnectionCut, connect_ray
-from megarl.cluster.client.pool_client import PoolClient, PoolHandles, ReplicaHandle
+from megarl.cluster.client.pool_client import PoolClient, PoolHandles, PoolReplica
 from megarl.cluster.pool.pool_process import SupervisorHandle, write_state
 from megarl.common.errors import PoolEnded, ReplicaFailed, RolloutError
 from megarl.common.process.processes import ProcessId
@@ -101,7 +101,7 @@ def test_a_call_to_a_pool_whose_supervisor_is_killed_ends_long_before_its_time(
     handle = SupervisorHandle(str(tmp_path), "", "", "", 0, "", process, platform.node())
     actor: Any = Silent()
     calls: dict[str, Any] = {
-        "replica's": ReplicaHandle(0, actor, tmp_path / "log", handle.check, 60.0).call,
+        "replica's": PoolReplica(0, actor, tmp_path / "log", handle.check, 60.0).call,
         "controller's": PoolClient(handle, BOUNDS, 1, actor).call,
     }
     with pytest.raises((TimeoutError, RolloutError), match=r"within [0-9] s|waited [0-9] s"):
@@ -172,7 +172,7 @@ def test_a_network_that_stays_cut_is_an_error_that_names_it_within_the_bound(mon
         with pytest.raises(ConnectionCut, match=message):
             client.call("commit", 7, timeout_s=timeout_s)
     assert actor.sent > 4
-    replica: Any = ReplicaHandle(5, actor, Path("log"), lambda: None, 60.0)  # type: ignore[arg-type]
+    replica: Any = PoolReplica(5, actor, Path("log"), lambda: None, 60.0)  # type: ignore[arg-type]
     with pytest.raises(
         ReplicaFailed, match=r"^replica 5 could not be reached for [0-9]+ s, in which .* commit; see log"
     ):
@@ -247,17 +247,17 @@ class LostAnswer(SlowlyCut):
         return super().get(reference, timeout)
 
 
-def slowly_cut(monkeypatch: pytest.MonkeyPatch, *cuts: tuple[float, float]) -> tuple[SlowlyCut, ReplicaHandle]:
+def slowly_cut(monkeypatch: pytest.MonkeyPatch, *cuts: tuple[float, float]) -> tuple[SlowlyCut, PoolReplica]:
     """Reports come after 70 s, longer than half of `timeouts.rpc_s`; a call runs for 200 s."""
     actor = SlowlyCut(list(cuts), report_s=70.0, runs_s=200.0)
     return actor, in_its_time(monkeypatch, actor)
 
 
-def in_its_time(monkeypatch: pytest.MonkeyPatch, actor: SlowlyCut) -> ReplicaHandle:
+def in_its_time(monkeypatch: pytest.MonkeyPatch, actor: SlowlyCut) -> PoolReplica:
     monkeypatch.setattr(ray, "get", actor.get)
     monkeypatch.setattr(ray, "wait", actor.wait)
     monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: actor.now, sleep=actor.sleep))
-    return ReplicaHandle(5, actor, Path("log"), ok, 60.0)  # type: ignore[arg-type]
+    return PoolReplica(5, actor, Path("log"), ok, 60.0)  # type: ignore[arg-type]
 
 
 def test_a_call_whose_answer_falls_into_a_cut_tests_its_connection_and_is_sent_again(

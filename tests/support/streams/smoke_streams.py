@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch.distributed import HashStore, Store
 
-from megarl.weights.group.backends import BACKENDS, BackendKind, MemberPlace
+from megarl.weights.group.backends import BACKENDS, BackendKind
+from megarl.weights.group.relay import MemberPlace
 from megarl.weights.plan.digest import digest
 from tests.support.streams.simulated_nccl import SimulatedNCCL
 from tests.support.streams.simulated_streams import Device, on

@@ -13,7 +13,8 @@ import torch
 
 from megarl.common.errors import PeerTimeout
 from megarl.weights.group import backends
-from megarl.weights.group.backends import BACKENDS, BackendKind, MemberPlace, blocking_wait
+from megarl.weights.group.backends import BACKENDS, BackendKind, blocking_wait
+from megarl.weights.group.relay import MemberPlace
 from megarl.weights.group.store import SyncStore
 from megarl.weights.group.transport import Group, GroupMembers, await_members
 from tests.support.waiting import wait_until

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import BroadcastOptions, HashStore, ProcessGroupGloo
 
 from megarl.weights.group import relay
-from megarl.weights.group.relay import RelayPlace, TrainerEnd, WorkerEnd
+from megarl.weights.group.relay import MemberPlace, TrainerEnd, WorkerEnd
 
 
 @dataclass
@@ -42,12 +42,13 @@ Members = list[Any]
 
 
 def joined(senders: int, workers: int, device: Callable[[int], str] = lambda rank: "") -> Members:
-    keys, store, size = Keys(), HashStore(), senders + workers
+    keys: Any = Keys()
+    store, size = HashStore(), senders + workers
 
     def join(rank: int) -> TrainerEnd | WorkerEnd:
-        place = RelayPlace(f"member {rank}", rank, size, senders, device(rank), connect_s=20.0)
+        place = MemberPlace(f"member {rank}", rank, size, 20.0, 0.0, senders, keys)
         inner: Any = None if senders == 1 else lambda: ProcessGroupGloo(store, rank, senders)
-        return relay.join(place, keys, inner)
+        return relay.join(place, device(rank), inner)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(join, range(size)))
@@ -134,7 +135,8 @@ def test_a_message_of_another_size_is_refused() -> None:
 def test_nobody_waits_longer_than_the_connection_may_take() -> None:
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match="member 0 waited 1 s for the members of the relay"):
-        relay.join(RelayPlace("member 0", 0, 2, 1, "", connect_s=1.0), Keys(), None)
+        keys: Any = Keys()
+        relay.join(MemberPlace("member 0", 0, 2, 1.0, 0.0, 1, keys), "", None)
     assert time.monotonic() > begun
 
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from megarl.common.errors import WeightSyncError
 from megarl.models.hf import export
 from megarl.models.hf.export import HFExporter
-from megarl.weights.group.backends import BACKENDS, BackendKind, MemberPlace
+from megarl.weights.group.backends import BACKENDS, BackendKind
+from megarl.weights.group.relay import MemberPlace
 from megarl.weights.plan.digest import digest
 from megarl.weights.plan.settings import SyncSettings
 from megarl.weights.send.sender import WeightSender
