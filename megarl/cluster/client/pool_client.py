@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from megarl.cluster.client.connection import ConnectionCut, call_once, connect_ray, own_sigterm_handler
 from megarl.cluster.pool.actors import CONTROLLER
@@ -30,6 +30,8 @@ from megarl.rollout.transport.rpc import as_rollout_error
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from ray.exceptions import RayTaskError
+
+    from megarl.rollout.orchestrator.step_batches import StepEnds
 
 logger = logging.getLogger(__name__)
 
@@ -265,23 +267,13 @@ class PoolClient:
             self._record.keep(step)
             return True
 
-    def commit(
-        self, step: int, *, trained: int, filtered: int, dropped_stale: int, failed: int,
-        reused: int = 0, ended: Mapping[str, Sequence[int]] | None = None,
-    ) -> Counters:  # fmt: skip
-        """Settle every group of `step`: report how many were trained, filtered, dropped as stale, and failed.
-
-        `reused`: how many groups were trained again; `ended`: the ids of the others, by the name of their number.
-        """
-        ends: dict[str, object] = {
-            "trained": trained, "filtered": filtered, "dropped_stale": dropped_stale, "failed": failed,
-            "reused": reused, "trained_groups": None if ended is None else ended["trained"], "ended": ended,
-        }  # fmt: skip
+    def commit(self, step: int, **ends: Unpack[StepEnds]) -> Counters:
+        """Settle every group of `step`: report how many ended in each way."""
 
         def note(answer: Committed) -> None:
             self._record.committed(step, answer.history)
 
-        answer: Committed = self._call("commit_and_tell", (step,), ends, self.timeouts.rpc_s, note=note)[0]
+        answer: Committed = self._call("commit_and_tell", (step,), dict(ends), self.timeouts.rpc_s, note=note)[0]
         return answer.counters
 
     def evaluate(self, version: int, label: str = "") -> list[SetReport] | PublicationNeeded:

@@ -136,7 +136,8 @@ class RolloutClient:
         Return what the controller has counted since the start of the history. Not collective: only rank 0 acts, and
         None elsewhere.
         """
-        return self._call(lambda pool: pool.commit(step, **asdict(plan.outcome), ended=plan.ended))
+        ends = {**asdict(plan.outcome), "trained_groups": plan.trained_groups, "ended": plan.ended}
+        return self._call(lambda pool: pool.commit(step, **ends))
 
     def evaluate(
         self, version: int, label: str, stopped: Callable[[], bool]

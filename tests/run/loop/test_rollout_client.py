@@ -376,6 +376,7 @@ def test_rank_0_reports_how_the_groups_ended(links: Links) -> None:
     links.run(lambda link: link.pool.commit(0, link.take().plan))
     assert links.journal.of(0)[-1] == (
         "commit 0 {'trained': 3, 'filtered': 1, 'dropped_stale': 0, 'failed': 0, 'reused': 0, "
+        "'trained_groups': [0, 2, 3], "
         "'ended': {'trained': [0, 2, 3], 'filtered': [1], 'dropped_stale': [], 'failed': []}}"
     )
     assert not any(what.startswith("commit") for rank, what in links.journal.entries if rank)
