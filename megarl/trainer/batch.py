@@ -1,14 +1,19 @@
 """Packed micro-batches of samples: sequences laid end to end (THD), without padding inside or between them.
 
-Shapes: T tokens of a micro-batch (prompts and responses), R response tokens, S sequences, L MoE layers of this rank, K
-experts of a token. Only the R rows that predict
-a response token are projected onto the vocabulary. Cumulative lengths keep Megatron-Core's name `cu_seqlens`.
+With context parallelism each sequence is padded to chunks of equal length, of which each rank holds two (`zigzag`).
+
+Shapes: P tokens of a micro-batch (prompts, responses and padding), T those of this context-parallel rank (all without
+context parallelism), R response tokens, O those that this rank predicts, S sequences, L MoE layers of this rank, K
+experts of a token. Only the O rows that predict a response token are projected onto the vocabulary. Cumulative lengths
+keep Megatron-Core's name `cu_seqlens`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from math import lcm
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +24,7 @@ from megarl.algorithms.objective.terms import WEIGHT_STREAMS
 from megarl.queue.images import ImageRef
 from megarl.queue.streams import ADVANTAGES, CE_WEIGHTS, STREAMS, Stream
 from megarl.queue.trajectory import Trajectory
+from megarl.trainer.packing import chunk_count, padded
 
 if TYPE_CHECKING:
     from megarl.models.megatron.vision_model import ImageBatch
@@ -109,15 +115,16 @@ class MicroBatch:
     """The input of one packed forward (and backward) pass.
 
     An empty micro-batch is one dummy sequence: it takes part in every collective, its only row is masked, and `tokens`
-    is 0. With sequence parallelism T is padded to a multiple of TP by one more dummy sequence. Padding is at the end of
-    T: it reaches neither the loss nor the routers' load balancing.
+    is 0. With sequence parallelism T is padded to a multiple of TP by one more dummy sequence. With context parallelism
+    padding follows each sequence, which does not see it. Padding reaches neither the loss nor the routers' balancing.
     """
 
     input_ids_1T: Tensor  # int64
     position_ids: Tensor  # int64, from 0 in each sequence: [1, T], of a model that sees [3, 1, T]
-    cu_seqlens: Tensor  # int32 [S + 1] over T
-    max_seqlen: int
-    rows_R: Tensor  # int64: the row of T that predicts each response token
+    cu_seqlens: Tensor  # int32 [S + 1] over P
+    max_seqlen: int  # of P: equal to its length, Megatron's RoPE would take positions to run on across sequences
+    rows_O: Tensor  # int64: the row of T that predicts each response token of `own_O`
+    own_O: Tensor | None  # int64: the response tokens that this rank predicts; None: all
     targets_R: Tensor  # int64: the response tokens
     response_cu_seqlens: Tensor  # int32 [S + 1] over R; a dummy sequence that pads T has no rows
     mask_R: Tensor  # bool: trained tokens
@@ -125,6 +132,7 @@ class MicroBatch:
     samples: tuple[int, ...]  # indices of the samples, in packing order
     keys: tuple[str, ...]  # their keys, in the same order
     tokens: int  # T without padding; weights Megatron's auxiliary losses
+    padding_1T: Tensor | None = None  # bool: what is padding; None on all ranks if nothing is
     temperature_R: Tensor | None = None  # fp32, of each response token; None: that of the run
     images: ImageBatch | None = None  # None if there are none
     routes_TLK: Tensor | None = None  # the experts that each token's routers replay; None: they choose by themselves
@@ -134,19 +142,16 @@ class MicroBatch:
         """True if there is nothing to train on: the only sequence is the dummy."""
         return not self.samples
 
-    def padding_mask(self) -> Tensor | None:
-        """Return a bool mask [1, T], True for padding; None if there is no padding."""
-        length = self.input_ids_1T.shape[1]
-        if self.tokens == length:
-            return None
-        return torch.arange(length, device=self.input_ids_1T.device)[None] >= self.tokens
-
     def packed_seq_params(self) -> PackedSeqParams:
         """Return Megatron's description of the packing."""
+        # Transformer Engine asks for both kinds of bounds with context parallelism. Padding is a part of its sequence.
+        bounds = None if self.own_O is None else self.cu_seqlens
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=self.cu_seqlens,
             cu_seqlens_kv=self.cu_seqlens,
+            cu_seqlens_q_padded=bounds,
+            cu_seqlens_kv_padded=bounds,
             max_seqlen_q=self.max_seqlen,
             max_seqlen_kv=self.max_seqlen,
         )
@@ -223,67 +228,103 @@ def agreed_streams(found: Iterable[Iterable[str]]) -> list[str]:
     return sorted(set.intersection(*sets) | optional) if sets else []
 
 
+def zigzag(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
+    """Return the rows of P that context-parallel rank `rank` of `size` holds, int64 [T], in its order.
+
+    Each sequence is cut into 2 x `size` chunks, of which the rank has its own from the front and from the back: so all
+    ranks attend to as many keys. `cu_seqlens`: over P.
+    """
+    rows_P = torch.arange(int(cu_seqlens[-1]))
+    if size == 1:
+        return rows_P
+    chunks = [rows_P[start:stop].chunk(2 * size) for start, stop in pairwise(cu_seqlens.tolist())]
+    return torch.cat([each[index] for each in chunks for index in (rank, 2 * size - 1 - rank)])
+
+
+def unzigzag(parts: Sequence[Tensor], cu_seqlens: Tensor) -> Tensor:
+    """Return the rows of P in order. `parts`: those of each context-parallel rank, by `zigzag`."""
+    whole = torch.cat(list(parts))
+    rows_P = torch.cat([zigzag(cu_seqlens, rank, len(parts)) for rank in range(len(parts))])
+    return torch.empty_like(whole).index_copy_(0, rows_P.to(whole.device), whole)
+
+
 def pack(
     samples: Sequence[TrainSample],
     indices: Sequence[int],
     align: int = 1,
     streams: Sequence[str] | None = None,
     packer: ImagePacker | None = None,
+    context: tuple[int, int] = (0, 1),
 ) -> MicroBatch:
     """Lay `samples[i] for i in indices` end to end, T padded to a multiple of `align` (TP under sequence parallelism).
 
     `streams`: names of the streams to pack, which all samples must have unless they are optional; None:
-    `common_streams` of `samples`. `packer`: of a model that sees. Raises ValueError for images outside their sample.
+    `common_streams` of `samples`. `packer`: of a model that sees. `context`: the rank that the micro-batch is for, and
+    the number of context-parallel ranks. Raises ValueError for images outside their sample.
     """
     names = common_streams(samples) if streams is None else streams
     chosen = [samples[index] for index in indices]
+    rank, size = context
     lengths = [sample.length for sample in chosen]
-    used = sum(lengths)
-    dummy = max(-used % align, 0) if chosen else align
-    ids = [token for sample in chosen for token in (*sample.prompt_ids, *sample.response_ids)] + [0] * dummy
-    all_lengths = lengths + [dummy] * bool(dummy)
+    all_lengths = [padded(length, size) for length in lengths]
+    multiple = lcm(align * size, chunk_count(size))
+    if dummy := -sum(all_lengths) % multiple if chosen else multiple:
+        all_lengths.append(dummy)
     starts = _cumulative(all_lengths)
-    responses = [len(sample.response_ids) for sample in chosen]
-    # Row (start + prompt - 1 + j) predicts response token j.
-    row_parts = [
-        torch.arange(count) + (start + len(sample.prompt_ids) - 1)
-        for sample, start, count in zip(chosen, starts.tolist(), responses, strict=False)
-    ]
     # An empty micro-batch keeps one masked row, so that backward reaches every stage and parameter.
-    row_parts = row_parts or [torch.zeros(1, dtype=torch.int64)]
+    responses = [len(sample.response_ids) for sample in chosen] or [1]
     targets = [token for sample in chosen for token in sample.response_ids] or [0]
+    prompts = [len(sample.prompt_ids) for sample in chosen] or [1]
+    # Row (start + prompt - 1 + j) predicts response token j.
+    firsts = [start + prompt - 1 for start, prompt in zip(starts.tolist(), prompts, strict=False)]
+    predicting_R = torch.cat([torch.arange(count) + row for row, count in zip(firsts, responses, strict=True)])
+    ids_P, padding_P = torch.zeros(sum(all_lengths), dtype=torch.int64), torch.ones(sum(all_lengths), dtype=torch.bool)
+    for sample, start in zip(chosen, starts.tolist(), strict=False):
+        ids_P[start : start + sample.length] = torch.tensor([*sample.prompt_ids, *sample.response_ids])
+        padding_P[start : start + sample.length] = False
+    rows_T = zigzag(starts, rank, size)
+    places_P = torch.full_like(ids_P, -1)
+    places_P[rows_T] = torch.arange(len(rows_T))  # of each row of P among those of this rank
+    rows_R = places_P[predicting_R]
+    own_O = (rows_R >= 0).nonzero()[:, 0]
+    padding_T = padding_P[rows_T]
     return MicroBatch(
-        input_ids_1T=torch.tensor([ids]),
-        position_ids=torch.cat([torch.arange(length) for length in all_lengths])[None]
+        input_ids_1T=ids_P[rows_T][None],
+        position_ids=torch.cat([torch.arange(length) for length in all_lengths])[rows_T][None]
         if packer is None
         else packer.positions([(length, sample.images) for length, sample in zip(lengths, chosen, strict=True)], dummy),
         cu_seqlens=starts,
         max_seqlen=max(all_lengths),
-        rows_R=torch.cat(row_parts),
+        rows_O=rows_R[own_O],
+        own_O=None if size == 1 else own_O,
         targets_R=torch.tensor(targets),
-        response_cu_seqlens=_cumulative(responses or [1]),
+        response_cu_seqlens=_cumulative(responses),
         mask_R=torch.cat([sample.trained_mask for sample in chosen]) if chosen else torch.zeros(1, dtype=torch.bool),
         streams={name: _joined(chosen, STREAMS[name]) for name in names},
         samples=tuple(indices),
         keys=tuple(sample.key for sample in chosen),
-        tokens=used,
+        tokens=int((~padding_T).sum()),
+        padding_1T=padding_T[None] if bool(padding_P.any()) else None,
         temperature_R=_temperatures(chosen),
         images=packer.pack([sample.images for sample in chosen], starts.tolist()) if packer is not None else None,
-        routes_TLK=_routes(chosen, dummy),
+        routes_TLK=_routes(chosen, starts.tolist(), rows_T),
     )
 
 
-def _routes(chosen: Sequence[TrainSample], dummy: int) -> Tensor | None:
-    """Return the experts of all tokens, those of a dummy sequence too; None unless the samples have some.
+def _routes(chosen: Sequence[TrainSample], starts: Sequence[int], rows_T: Tensor) -> Tensor | None:
+    """Return the experts of the tokens of `rows_T`; None unless the samples have some. `starts`: of sequences, and P.
 
-    The dummy's tokens go to the experts 0..K-1, all different as Megatron needs them.
+    Padding goes to the experts 0..K-1, all different as Megatron needs them.
     """
-    parts = [sample.routes_TLK for sample in chosen if sample.routes_TLK is not None]
+    given = [(start, sample.routes_TLK) for start, sample in zip(starts, chosen, strict=False)]
+    parts = [(start, part_TLK) for start, part_TLK in given if part_TLK is not None]
     if not parts:
         return None
-    _, layers, topk = parts[0].shape
-    fill_TLK = torch.arange(topk, dtype=parts[0].dtype).expand(dummy, layers, topk)
-    return torch.cat([*parts, fill_TLK])
+    _, layers, topk = parts[0][1].shape
+    routes_PLK = torch.arange(topk, dtype=parts[0][1].dtype).repeat(starts[-1], layers, 1)
+    for start, part_TLK in parts:
+        routes_PLK[start : start + len(part_TLK)] = part_TLK
+    return routes_PLK[rows_T]
 
 
 def unpack(values_R: Tensor, samples: Sequence[TrainSample], indices: Sequence[int]) -> list[Tensor]:

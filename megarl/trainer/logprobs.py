@@ -1,8 +1,9 @@
 """Log-probs and entropy of given tokens over a vocabulary split over tensor-parallel ranks, in chunks of rows, in fp32.
 
-Shapes: T tokens of a micro-batch (T / TP under sequence parallelism), R rows (one per response token), C rows of a
-chunk, H hidden size, V true vocabulary, Vp this rank's share of the padded
-vocabulary, Vt the columns of that share that are not padding.
+Shapes: T tokens of a micro-batch on this context-parallel rank (T / TP under sequence parallelism), R rows (one per
+response token), O those of this context-parallel rank (all without context parallelism), C rows of a chunk, H hidden
+size, V true vocabulary, Vp this rank's share of the padded vocabulary, Vt the columns of that share that are not
+padding.
 
 The output projection is part of the chunked computation: a chunk of logits is computed from hidden states [R, H] and
 the output weight [Vp, H], reduced to four numbers per row, and dropped; the backward pass computes it again. So neither
@@ -22,6 +23,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
 )
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
@@ -62,18 +64,23 @@ def response_logprobs(
     """Return log-probs and entropies (None unless `with_entropy`), fp32 [R], of the response tokens of `batch`.
 
     `chunk`: the model chunk of the last stage; `chunk_rows`: rows per chunk of logits; `temperature` and `compiled`: as
-    in `linear_token_logprobs`. The results are equal on all tensor ranks.
+    in `linear_token_logprobs`. The results are equal on all tensor and context-parallel ranks. The gradient is
+    that of this rank's rows.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     hidden_TH = hidden_1TH[0]
     if chunk.config.sequence_parallel:
-        hidden_RH = gather_from_sequence_parallel_region(hidden_TH, group=group).index_select(0, batch.rows_R)
+        hidden_OH = gather_from_sequence_parallel_region(hidden_TH, group=group).index_select(0, batch.rows_O)
     else:
-        hidden_RH = copy_to_tensor_model_parallel_region(hidden_TH.index_select(0, batch.rows_R), group=group)
-    return linear_token_logprobs(
-        hidden_RH,
+        hidden_OH = copy_to_tensor_model_parallel_region(hidden_TH.index_select(0, batch.rows_O), group=group)
+    targets_O, own_O = batch.targets_R, batch.own_O
+    if own_O is not None:
+        targets_O = targets_O[own_O]
+        temperature = temperature[own_O] if isinstance(temperature, Tensor) else temperature
+    logprobs_O, entropy_O = linear_token_logprobs(
+        hidden_OH,
         output_weight(chunk),
-        batch.targets_R,
+        targets_O,
         temperature=temperature,
         vocab_size=vocab_size,
         chunk=chunk_rows,
@@ -81,6 +88,19 @@ def response_logprobs(
         with_entropy=with_entropy,
         compiled=compiled,
     )
+    if own_O is None:
+        return logprobs_O, entropy_O
+    rows = len(batch.targets_R)
+    return _of_all_ranks(logprobs_O, own_O, rows), None if entropy_O is None else _of_all_ranks(entropy_O, own_O, rows)
+
+
+def _of_all_ranks(values_O: Tensor, own_O: Tensor, rows: int) -> Tensor:
+    """Return the values of all context-parallel ranks, [R] with R = `rows`.
+
+    The backward pass takes each rank's own: as all of them compute the same loss, none of them sums gradients.
+    """
+    whole_R = values_O.new_zeros(rows).index_copy(0, own_O, values_O)
+    return reduce_from_tensor_model_parallel_region(whole_R, group=parallel_state.get_context_parallel_group())
 
 
 def output_weight(chunk: GPTModel) -> torch.nn.Parameter:

@@ -57,14 +57,14 @@ def aux_loss_metrics(config: TransformerConfig, micro_batches: int) -> dict[str,
         ]
     )
     torch.distributed.all_reduce(totals_N)
-    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    sharing = parallel_state.get_tensor_and_context_parallel_group().size()
     metrics: dict[str, float] = {}
     for name, total in zip(names, totals_N.tolist(), strict=True):
         value = total / (layers * max(micro_batches, 1))
         if name == "z_loss":
-            # Of the z-loss each tensor rank tracked a mean over its own rows; of the other losses, a part of the sum.
+            # Of the z-loss each rank of a stage tracked a mean over its own rows; of the others, a part of the sum.
             # The means have equal weights here, although padding leaves some ranks fewer rows (the gradient is exact).
-            metrics["moe_z_loss"] = value / tensor
+            metrics["moe_z_loss"] = value / sharing
         else:
             metrics["aux_loss"] = metrics.get("aux_loss", 0.0) + value
     return metrics

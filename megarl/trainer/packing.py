@@ -1,6 +1,7 @@
 """Assigns sequences to DP ranks and micro-batches: pure functions of lengths, with equal results on every rank.
 
-Nothing is padded: a micro-batch is a list of sequences laid end to end (THD). Pipeline schedules are collective, so
+A micro-batch is a list of sequences laid end to end (THD). Only context parallelism pads them: it cuts each into
+chunks of equal length. Pipeline schedules are collective, so
 every DP rank runs the same number of micro-batches; a rank that has too few sequences gets empty micro-batches.
 """
 
@@ -31,6 +32,17 @@ def assign_to_ranks(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
     """
     _check_lengths(lengths)
     return [sorted(part) for part in _balanced(lengths, range(len(lengths)), dp_size)]
+
+
+def chunk_count(context: int) -> int:
+    """Return how many chunks of equal length `context` context-parallel ranks cut a sequence into: two for each."""
+    return 2 * context if context > 1 else 1
+
+
+def padded(length: int, context: int) -> int:
+    """Return the tokens that a sequence takes in a micro-batch, padding included."""
+    chunks = chunk_count(context)
+    return -(-length // chunks) * chunks
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Megatron's parallel state for one layout, and the functions by which the rest of megarl reads it.
 
-A *replica* is the tensor x pipeline group of ranks that together hold one copy of the (non-expert) model; it trains on
-one share of the data. Its *leader* is tensor rank 0 of the first pipeline stage.
+A *replica* is the tensor x context x pipeline ranks that train on one share of the data. Its *leader* is the first of
+them: tensor and context rank 0 of the first pipeline stage.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def initialize(layout: Layout, *, seed: int, timeout_s: float) -> None:
         raise ValueError(f"the layout is for {layout.world_size} ranks, torchrun started {world}; set trainer.gpus")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
+        context_parallel_size=layout.context,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
         expert_model_parallel_size=layout.expert,
@@ -79,11 +80,15 @@ def dp_size() -> int:
 
 def replica_ranks() -> list[int]:
     """Return the global ranks of this rank's replica; the first one is its leader."""
-    return torch.distributed.get_process_group_ranks(parallel_state.get_model_parallel_group())
+    ranks_of, own = torch.distributed.get_process_group_ranks, torch.distributed.get_rank()
+    stage = ranks_of(parallel_state.get_tensor_and_context_parallel_group())
+    stages = ranks_of(parallel_state.get_pipeline_model_parallel_group())
+    # Megatron numbers tensor ranks first, then context, data and pipeline: stages differ by a constant.
+    return sorted(rank + other - own for rank in stage for other in stages)
 
 
 def is_leader() -> bool:
-    """Return whether this rank is tensor rank 0 of the first stage of its replica."""
+    """Return whether this rank is the first of its replica."""
     return torch.distributed.get_rank() == replica_ranks()[0]
 
 

@@ -131,7 +131,7 @@ def _forward_step(
 
 def _padding_mask(chunk: GPTModel, batch: MicroBatch) -> Tensor | None:
     """Return the mask of the tokens that routers must not balance, bool [1, rows of this chunk], or None."""
-    mask_1T = batch.padding_mask()
+    mask_1T = batch.padding_1T
     if mask_1T is not None and chunk.config.sequence_parallel and not chunk.pre_process:
         # Megatron scatters the mask over the tensor ranks on the first stage only.
         ranks = parallel_state.get_tensor_model_parallel_world_size()

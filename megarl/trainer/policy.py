@@ -48,6 +48,7 @@ from megarl.trainer.batch import (
     common_streams,
     pack,
     unpack,
+    unzigzag,
 )
 from megarl.trainer.logprobs import response_logprobs, return_hidden_states
 from megarl.trainer.moe import RoutedExperts, aux_loss_metrics, clear_aux_losses
@@ -59,7 +60,7 @@ from megarl.trainer.optimizer import (
     data_parallel_wrap,
     precision_wrap,
 )
-from megarl.trainer.packing import Patches, plan_micro_batches
+from megarl.trainer.packing import Patches, padded, plan_micro_batches
 from megarl.trainer.parking import StateMemory
 from megarl.trainer.pipeline import WithLoss, forward_backward, forward_only
 from megarl.trainer.reference_policy import FrozenModel, ReferenceModel
@@ -226,10 +227,15 @@ class Policy:
         if self.routed is None:
             return
         free = [batch for batch in micro_batches if batch.routes_TLK is None]
+        group = parallel_state.get_context_parallel_group()
         for batch, routes_TLK in zip(free, self.routed.end(), strict=True):
-            lengths = [samples[index].length for index in batch.samples]
-            for index, part_TLK in zip(batch.samples, routes_TLK[: batch.tokens].cpu().split(lengths), strict=True):
-                samples[index].routes_TLK = part_TLK.clone()
+            parts = [routes_TLK]
+            if group.size() > 1:
+                parts = [torch.empty_like(routes_TLK) for _ in range(group.size())]
+                torch.distributed.all_gather(parts, routes_TLK, group=group)
+            routes_PLK = unzigzag(parts, batch.cu_seqlens).cpu()
+            for index, start in zip(batch.samples, batch.cu_seqlens.tolist(), strict=False):
+                samples[index].routes_TLK = routes_PLK[start : start + samples[index].length].clone()
 
     def update(
         self,
@@ -405,18 +411,19 @@ class Policy:
         Raises ValueError for a sample that is wrong.
         """
         check_samples(samples, self.info.vocab_size, sees=self._packer is not None)
-        stages = self.layout.pipeline
+        layout, stages = self.layout, self.layout.pipeline
         plans = plan_micro_batches(
-            [part.lengths for part in everyone],
-            self.config.trainer.token_limit,
-            multiple_of=stages if self.layout.virtual_pipeline else 1,
+            [[padded(length, layout.context) for length in part.lengths] for part in everyone],
+            padded(self.config.trainer.token_limit, layout.context),
+            multiple_of=stages if layout.virtual_pipeline else 1,
             minimum=stages,  # fewer leave stages idle, and fail in an interleaved schedule
             patches=self._patches(everyone),
         )
         streams = agreed_streams(part.streams for part in everyone if part.lengths)
-        align, device = self.layout.tensor if self.layout.sequence else 1, platforms.current().device
+        align, device = layout.tensor if layout.sequence else 1, platforms.current().device
+        context = parallel_state.get_context_parallel_rank(), layout.context
         mine = plans[parallel_state.get_data_parallel_rank()]
-        micro_batches = [pack(samples, indices, align, streams, self._packer).to(device) for indices in mine]
+        micro_batches = [pack(samples, indices, align, streams, self._packer, context).to(device) for indices in mine]
         return micro_batches, sum(bool(indices) for plan in plans for indices in plan)
 
     def _patches(self, everyone: Sequence[_Shapes]) -> Patches | None:
@@ -456,7 +463,8 @@ class Policy:
         Those by source travel with the others, and are in `source_gaps` then.
         """
         device = platforms.current().device
-        contributes = parallel_state.is_pipeline_last_stage() and (parallel_state.get_tensor_model_parallel_rank() == 0)
+        first = parallel_state.get_tensor_and_context_parallel_group().rank() == 0
+        contributes = parallel_state.is_pipeline_last_stage() and first
         stats = LossStats.merge(parts if contributes else [], device)
         own = gaps if contributes else OriginGaps.zeros(self._buckets, device)
         sums_K, maxima_M = stats.sum_vector(), stats.max_vector()

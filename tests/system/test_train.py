@@ -63,6 +63,24 @@ def check_finished(run: Run, steps: int, samples: int) -> None:
     assert {"greedy", "sampled", "n"} <= set(summary["eval_before"]) and summary["eval_after"]["n"] == 8
 
 
+@pytest.mark.slow
+def test_ranks_that_share_sequences_agree_with_the_engine_in_every_step(tmp_path: Path) -> None:
+    """CP2: reference and old log-probs are passes of their own; a save is resumed without CP."""
+    config = tiny_config(tmp_path, steps=3)
+    config["trainer"]["parallel"] = {"context": 2}
+    config["trainer"]["optimizer"]["lr"] = 1e-2
+    config["algorithm"] = {"old_logprobs": "trainer", "kl": {"coef": 0.01}}
+    config["checkpoint"] = {"every": 2}
+    run = train(config)
+    check_finished(run, steps=3, samples=3 * 16)
+    assert all(record["policy/grad_norm"] > 0 and "policy/kl_ref" in record for record in run.metrics)
+    config["run"]["steps"], config["trainer"]["parallel"] = 4, {}
+    resumed = train(config)
+    assert resumed.code == 0 and "another layout" in resumed.output, resumed.output[-4000:]
+    assert resumed.metrics[-1]["mismatch/logprob_abs_diff_max"] <= ON_POLICY_MAX
+    assert_nothing_left(run.directory)
+
+
 def test_tensor_parallel_with_tied_embeddings(tmp_path: Path) -> None:
     """TP2, tied head: the engine's log-probs stay the trainer's after every sync, which a head left behind breaks."""
     config = tiny_config(tmp_path, steps=3, tie_word_embeddings=True)

@@ -24,9 +24,9 @@ def test_two_sequences_end_to_end() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 4]]
     assert batch.cu_seqlens.tolist() == [0, 2, 7] and batch.max_seqlen == 5
     # The row that holds token t predicts token t + 1.
-    assert batch.rows_R.tolist() == [0, 3, 4, 5]
+    assert batch.rows_O.tolist() == [0, 3, 4, 5]
     assert batch.targets_R.tolist() == [4, 7, 8, 9]
-    assert batch.input_ids_1T[0, batch.rows_R + 1].tolist() == batch.targets_R.tolist()
+    assert batch.input_ids_1T[0, batch.rows_O + 1].tolist() == batch.targets_R.tolist()
     assert batch.response_cu_seqlens.tolist() == [0, 1, 4]
     assert batch.streams["advantages"].tolist() == [-1.0, 2.0, 2.0, 2.0]
     assert batch.mask_R.tolist() == [True, True, False, True]
@@ -38,10 +38,10 @@ def test_sequence_parallel_padding_is_a_sequence_of_its_own() -> None:
     batch = pack([sample("a", [5, 6], [7])], [0], align=4)
     assert batch.input_ids_1T.tolist() == [[5, 6, 7, 0]]
     assert batch.cu_seqlens.tolist() == [0, 3, 4] and batch.position_ids.tolist() == [[0, 1, 2, 0]]
-    assert batch.rows_R.tolist() == [1] and batch.tokens == 3
-    mask = batch.padding_mask()
+    assert batch.rows_O.tolist() == [1] and batch.tokens == 3
+    mask = batch.padding_1T
     assert mask is not None and mask.tolist() == [[False, False, False, True]]
-    assert pack([sample("a", [5, 6], [7, 8])], [0], align=4).padding_mask() is None
+    assert pack([sample("a", [5, 6], [7, 8])], [0], align=4).padding_1T is None
 
 
 @pytest.mark.parametrize("align", [1, 4])
@@ -49,8 +49,8 @@ def test_an_empty_micro_batch_weighs_nothing(align: int) -> None:
     batch = pack([sample("a", [1], [2], old_logprobs=torch.zeros(1))], [], align=align)
     assert batch.is_empty and batch.tokens == 0
     assert batch.input_ids_1T.shape == (1, align) and batch.cu_seqlens.tolist() == [0, align]
-    assert batch.mask_R.tolist() == [False] and batch.rows_R.tolist() == [0]
-    mask = batch.padding_mask()
+    assert batch.mask_R.tolist() == [False] and batch.rows_O.tolist() == [0]
+    mask = batch.padding_1T
     assert mask is not None and mask.tolist() == [[True] * align]
     assert batch.streams["old_logprobs"].tolist() == [0.0]
     assert unpack(batch.targets_R, [], []) == []
@@ -73,7 +73,7 @@ def test_every_response_token_has_the_row_before_it(shapes: list[tuple[int, int]
     batch = pack(samples, order, align)
     assert batch.input_ids_1T.shape[1] % align == 0
     assert batch.input_ids_1T.shape[1] - sum(s.length for s in samples) < align
-    assert torch.equal(batch.input_ids_1T[0, batch.rows_R] + 1, batch.targets_R)
+    assert torch.equal(batch.input_ids_1T[0, batch.rows_O] + 1, batch.targets_R)
     pieces = unpack(batch.streams["old_logprobs"], samples, order)
     for index, piece in zip(order, pieces, strict=True):
         assert torch.equal(piece, samples[index].streams["old_logprobs"])

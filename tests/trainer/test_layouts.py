@@ -27,8 +27,11 @@ TP2 = {"tensor": 2}
 SP2 = {"tensor": 2, "sequence": True}
 PP2 = {"pipeline": 2}
 VPP2 = {"pipeline": 2, "virtual_pipeline": 2}
+CP2 = {"context": 2}
 PLAIN = {"trainer__optimizer__distributed": False}
 OVERLAP = {"megatron__ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20000}}
+RECOMPUTED = {"megatron__transformer": {"recompute_granularity": "full", "recompute_method": "uniform",
+                                        "recompute_num_layers": 1}}  # fmt: skip
 
 Case = tuple[int, str, dict[str, Any], dict[str, Any]]
 FAST: list[Case] = [
@@ -55,6 +58,12 @@ FAST: list[Case] = [
     (2, "biased", SP2, {}),
     (2, "latent", SP2, {}),
     (2, "latent", {"expert": 2}, {"packed": False}),
+    (2, "dense", CP2, {}),
+    (2, "dense", CP2, {"packed": False}),
+    (2, "moe", CP2 | {"expert": 2}, {}),
+    (2, "latent", CP2, {}),
+    (2, "window", CP2, {}),
+    (4, "dense", CP2 | SP2, {}),
 ]
 FULL: list[Case] = [
     (2, "moe", PP2, {}),
@@ -73,8 +82,7 @@ FULL: list[Case] = [
     (2, "dense", TP2, {"packed": False}),
     (2, "dense", SP2, {"packed": False}),
     (2, "dense", VPP2, OVERLAP),
-    (2, "dense", SP2, {"megatron__transformer": {"recompute_granularity": "full", "recompute_method": "uniform",
-                                                 "recompute_num_layers": 1}}),
+    (2, "dense", SP2, RECOMPUTED),
     (4, "dense", {"tensor": 2, "pipeline": 2, "sequence": True}, {}),
     (4, "dense", {"tensor": 2, "sequence": True}, {}),
     (4, "dense", {"pipeline": 2}, PLAIN),
@@ -86,6 +94,22 @@ FULL: list[Case] = [
     (4, "moe", {"expert": 4}, {}),
     (4, "moe", {"expert": 2}, {}),
     (4, "moe", {"expert": 2, **VPP2}, {}),
+    (2, "moe", CP2, {"packed": False}),
+    (2, "tied", CP2, {}),
+    (2, "dense", CP2, PLAIN),
+    (2, "dense", CP2, OVERLAP),
+    (2, "dense", CP2, RECOMPUTED),
+    (4, "dense", {"context": 4}, {}),
+    (4, "window", {"context": 4}, {}),
+    (4, "dense", CP2, {}),
+    (4, "dense", CP2 | TP2, {}),
+    (4, "dense", CP2 | PP2, {}),
+    (4, "dense", CP2 | VPP2, {"packed": False}),
+    (4, "moe", CP2 | {"expert": 4}, {}),
+    (4, "moe", CP2 | {"expert": 2, "expert_tensor": 1, **SP2}, {}),
+    (4, "moe", CP2 | PP2 | {"expert": 2}, {}),
+    (4, "latent", CP2 | SP2, {}),
+    (4, "latent", {"context": 4}, {"packed": False}),
 ]  # fmt: skip
 
 
@@ -147,6 +171,7 @@ UPDATES: list[Case] = [
     (2, "dense", VPP2, {}),
     (2, "dense", {}, {}),
     (2, "moe", {"expert": 2}, {}),
+    (2, "dense", CP2, {}),
 ]
 
 

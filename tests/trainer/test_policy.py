@@ -103,6 +103,7 @@ def test_without_a_kl_coefficient_there_is_no_reference(
         (2, "moe", {"expert": 2}),
         (2, "moe", {"pipeline": 2}),
         (2, "moe", SP2),
+        (2, "moe", {"context": 2}),
     ],
 )
 def test_a_single_sample_leaves_empty_micro_batches_that_weigh_nothing(
@@ -130,6 +131,8 @@ BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 
         (2, {"pipeline": 2}),
         (2, VPP2),
         (2, {"expert": 2, "expert_tensor": 1, **SP2}),
+        (2, {"context": 2}),
+        pytest.param(4, {"context": 2, "pipeline": 2}, marks=pytest.mark.slow),
         pytest.param(4, {"pipeline": 2, **SP2}, marks=pytest.mark.slow),  # padding on a stage that is not the first
     ],
 )
@@ -138,7 +141,7 @@ def test_moe_auxiliary_losses_are_scaled_alike_in_every_layout(
 ) -> None:
     """One sequence per micro-batch (the balance is per micro-batch), with empty ones where replicas have fewer.
 
-    Sequence parallelism pads the odd ones.
+    Sequence and context parallelism pad the odd ones.
     """
     assert any(sample.length % 2 for sample in samples_of("moe"))
     options = {"packed": False}
@@ -184,7 +187,7 @@ def test_moe_auxiliary_losses_are_means_over_tokens(
     assert worst({name: with_losses[name] - without[name] for name in expected}, expected) <= 1e-4
 
 
-@pytest.mark.parametrize(("layout", "precision"), [({"expert": 2}, "bf16"), (SP2, "fp32")])
+@pytest.mark.parametrize(("layout", "precision"), [({"expert": 2}, "bf16"), (SP2, "fp32"), ({"context": 2}, "fp32")])
 def test_expert_bias_counts_real_tokens_only_and_stays_fp32(
     trained: Callable[..., Any], samples_of: GetSamples, layout: dict[str, Any], precision: str
 ) -> None:

@@ -25,6 +25,7 @@ FOUND = 1e-2  # a mistake moves a gradient by at least this
 EXPERTS, TOPK = 4, 2
 SP2 = {"tensor": 2, "sequence": True, "expert_tensor": 1}
 PP2 = {"pipeline": 2}
+CP2 = {"context": 2, "expert": 2}
 RECOMPUTED = {"trainer__recompute": "full"}
 Case = tuple[int, dict[str, Any], dict[str, Any]]
 CASES: list[Case] = [
@@ -32,6 +33,7 @@ CASES: list[Case] = [
     (2, SP2, RECOMPUTED),
     (2, PP2, RECOMPUTED),
     (2, {"expert": 2}, {}),
+    (2, CP2, RECOMPUTED),
 ]
 EVERYWHERE: list[Case] = [
     (1, {}, RECOMPUTED),
@@ -41,6 +43,8 @@ EVERYWHERE: list[Case] = [
     (2, {"expert": 2}, RECOMPUTED | {"packed": False}),
     (2, {}, {}),
     (4, {"expert": 2, **SP2}, RECOMPUTED),
+    (4, {**CP2, **SP2}, RECOMPUTED),
+    (4, {**CP2, **PP2}, {"packed": False}),
     (4, {**SP2, **PP2}, RECOMPUTED),
     (4, {"expert": 2, "pipeline": 2, "virtual_pipeline": 2}, RECOMPUTED),
 ]
@@ -168,7 +172,12 @@ def recorded(
 
 @pytest.mark.parametrize(
     "case",
-    [(2, "moe", SP2), (2, "latent", PP2), pytest.param((2, "moe", {"expert": 2}), marks=pytest.mark.slow)],
+    [
+        (2, "moe", SP2),
+        (2, "latent", PP2),
+        (2, "moe", CP2),
+        pytest.param((2, "moe", {"expert": 2}), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_updates_replay_the_experts_of_the_old_logprob_pass(recorded: Callable[..., Any], case: Any) -> None:

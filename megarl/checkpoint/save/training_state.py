@@ -116,6 +116,7 @@ def layout_record(layout: Layout) -> dict[str, Any]:
         "ranks": layout.world_size,
         # Records of older runs lack these.
         **{name: given for name in UNEVEN_STAGES if (given := getattr(layout, name))},
+        **({"context": layout.context} if layout.context > 1 else {}),
     }
 
 

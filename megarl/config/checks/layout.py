@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,10 +23,13 @@ def layout_problems(trainer: TrainerConfig) -> Iterator[str]:
     parallel, gpus = trainer.parallel, trainer.gpus
     tensor, pipeline = parallel.tensor, parallel.pipeline
     expert_tensor = parallel.expert_tensor or tensor
-    if gpus % (tensor * pipeline):
+    sizes = {"tensor": tensor, "context": parallel.context, "pipeline": pipeline}
+    if parallel.context == 1:
+        del sizes["context"]
+    if gpus % math.prod(sizes.values()):
         yield (
-            f"trainer.gpus: {gpus} is not a multiple of parallel.tensor x parallel.pipeline = {tensor} x "
-            f"{pipeline} = {tensor * pipeline}; change one of them"
+            f"trainer.gpus: {gpus} is not a multiple of {' x '.join(f'parallel.{name}' for name in sizes)} = "
+            f"{' x '.join(map(str, sizes.values()))} = {math.prod(sizes.values())}; change one of them"
         )
     if gpus % (parallel.expert * expert_tensor * pipeline):
         yield (
@@ -78,6 +82,8 @@ def model_problems(
             )
     if not any(layout_problems(trainer)):
         yield from _stage_problems(trainer, megatron, info)
+    if info.vision and parallel.context > 1:
+        yield "trainer.parallel.context: a model that sees needs whole sequences; use tensor or pipeline parallelism"
     if info.vision and megatron.transformer.get("apply_rope_fusion"):
         yield (
             "megatron.transformer.apply_rope_fusion: Transformer Engine's kernel would give every packed sequence the "

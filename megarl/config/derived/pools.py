@@ -18,6 +18,7 @@ def trainer_layout(parallel: ParallelConfig, gpus: int) -> Layout:
     """Return the layout of `gpus` trainer ranks under `trainer.parallel`; raises ValueError like `Layout`."""
     return Layout(
         tensor=parallel.tensor,
+        context=parallel.context,
         pipeline=parallel.pipeline,
         virtual_pipeline=parallel.virtual_pipeline,
         first_stage_layers=parallel.first_stage_layers,

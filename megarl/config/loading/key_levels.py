@@ -10,9 +10,9 @@ from pydantic import BaseModel
 BASIC = frozenset({
     "run.name", "run.dir", "run.steps",
     "model.path",
-    "trainer.gpus", "trainer.gpus_per_node", "trainer.parallel.tensor", "trainer.parallel.pipeline",
-    "trainer.parallel.expert", "trainer.parallel.sequence", "trainer.micro_batch_tokens", "trainer.optimizer.lr",
-    "trainer.optimizer.warmup_steps",
+    "trainer.gpus", "trainer.gpus_per_node", "trainer.parallel.tensor", "trainer.parallel.context",
+    "trainer.parallel.pipeline", "trainer.parallel.expert", "trainer.parallel.sequence", "trainer.micro_batch_tokens",
+    "trainer.optimizer.lr", "trainer.optimizer.warmup_steps",
     "algorithm.advantage", "algorithm.loss", "algorithm.kl.coef",
     "batch.groups", "batch.samples_per_group",
     "sampling.max_tokens", "sampling.temperature",

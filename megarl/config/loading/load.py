@@ -230,6 +230,7 @@ USUAL_NAMES = {
     "max_completion_length": "sampling.max_tokens",
     "kl_coef": "algorithm.kl.coef",
     "tensor_parallel_size": "trainer.parallel.tensor",
+    "context_parallel_size": "trainer.parallel.context",
     "output_dir": "run.dir",
 }
 

@@ -59,6 +59,7 @@ def _each(names: str, reason: str) -> dict[str, str]:
 _TRANSFORMER = {
     **_each(
         "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size"
+        " context_parallel_size"
         " sequence_parallel expert_model_parallel_size expert_tensor_parallel_size",
         "set it in trainer.parallel",
     ),
@@ -86,8 +87,8 @@ _TRANSFORMER = {
         "dropped tokens make the trainer's log-probs differ from the engine's",
     ),
     **_each(
-        "context_parallel_size hybrid_context_parallel hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank",
-        "context parallelism is not supported; use tensor or pipeline parallelism",
+        "hybrid_context_parallel hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank",
+        "all sequences are shared by the same ranks; set trainer.parallel.context",
     ),
     **_each(
         "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout"

@@ -31,7 +31,7 @@ SYNC_BUCKETS = 5  # the size of a trainer rank's buffers for them, in buckets
 ENGINE_SYNC_BUCKETS = 3  # that of an engine worker
 FREE = 0.1  # share of the device memory that the plan must leave
 TOKENS_STEP = 1024
-# Larger micro-batches gain nothing measurable: their matrices fill a GPU long before.
+# Larger micro-batches of a rank gain nothing measurable: their matrices fill a GPU long before.
 MOST_TOKENS = 65536
 UNKNOWN_MEMORY_TOKENS = 8192
 
@@ -174,7 +174,7 @@ def _largest_tensor(rank: TrainerRank) -> int:
 
 def forward_bytes(rank: TrainerRank) -> float:
     """Return the bytes that live at one time while a micro-batch runs through the widest layer without gradients."""
-    return max(map(rank.forward_per_token, range(rank.info.num_layers))) * rank.trainer.token_limit
+    return max(map(rank.forward_per_token, range(rank.info.num_layers))) * rank.tokens
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,8 @@ def most_tokens(rank: TrainerRank, device: Device) -> int | None:
 
     if device.limit is None or not fits(least):
         return None
-    steps = range(-(-least // TOKENS_STEP) * TOKENS_STEP, MOST_TOKENS + 1, TOKENS_STEP)
+    most = MOST_TOKENS * rank.layout.context
+    steps = range(-(-least // TOKENS_STEP) * TOKENS_STEP, most + 1, TOKENS_STEP)
     passed = _first(len(steps), lambda index: not fits(steps[index]))
     return steps[passed - 1] if passed else least
 

@@ -160,6 +160,11 @@ class TrainerRank:
         """The bytes of one number in the compute precision."""
         return bytes_per_element(self.trainer.precision)
 
+    @property
+    def tokens(self) -> int:
+        """The most tokens of a micro-batch that this rank holds: its share of them, with context parallelism."""
+        return -(-self.trainer.token_limit // self.layout.context)
+
     @functools.cached_property
     def transformer(self) -> dict[str, Any]:
         """The fields of Megatron's TransformerConfig."""
@@ -170,7 +175,8 @@ class TrainerRank:
 
         Weights are in the compute precision, gradients in fp32 unless `megatron.ddp.grad_reduce_in_fp32` is false. The
         optimizer state is Adam's two moments in fp32, and with bf16 also the fp32 master weights. The distributed
-        optimizer shards its state over the data-parallel ranks; the padding of its buffers is not counted.
+        optimizer shards its state over the ranks that hold the same parameters; the padding of its buffers is not
+        counted.
         """
         gradient = FP32 if ddp_fields(self.trainer, self.megatron)["grad_reduce_in_fp32"] else self.element
         per_parameter = 2 * FP32 + (FP32 if self.element != FP32 else 0)
@@ -178,7 +184,7 @@ class TrainerRank:
         for chunk in range(self.layout.virtual_pipeline or 1):
             held, experts = chunk_parameters(self.info, self.layout, stage, chunk)
             frozen = self._frozen_parameters if stage == chunk == 0 else 0
-            for numel, fixed, ranks in ((held, frozen, self.layout.data), (experts, 0, self.layout.expert_data)):
+            for numel, fixed, ranks in ((held, frozen, self.layout.dense_data), (experts, 0, self.layout.expert_data)):
                 weights += numel * self.element
                 gradients += (numel - fixed) * gradient
                 shard = -(-(numel - fixed) // ranks) if self.trainer.optimizer.distributed else numel - fixed
@@ -244,7 +250,6 @@ class TrainerRank:
 
     def chunk_bytes(self, stage: int, chunk: int, load: float = 1.0) -> float:
         """Return the bytes that one micro-batch of `trainer.micro_batch_tokens` keeps in one model chunk."""
-        tokens = self.trainer.token_limit
         sizes = _Sizes.of(self)
         layers = list(self.layout.chunk_layers(self.info.num_layers, stage, chunk))
         passed = self.transformer
@@ -264,7 +269,7 @@ class TrainerRank:
             kept += _output_per_token(sizes)
         if stage == 0 and chunk == 0:
             kept += 8
-        return kept * tokens
+        return kept * self.tokens
 
     def recompute_bytes(self, stage: int) -> float:
         """Return the bytes that backward recomputes at one time, in addition to those that forward kept.
@@ -291,7 +296,7 @@ class TrainerRank:
             working = whole * min(count, per_chunk)
         else:
             working = whole - min((self.saved_per_token(layer) for layer in layers), default=0.0)
-        return max(0.0, working - released) * self.trainer.token_limit
+        return max(0.0, working - released) * self.tokens
 
     def peak_bytes(self, stage: int, load: float = 1.0) -> float:
         """Return the largest number of bytes of activations of a rank of `stage`, with a full pipeline."""
@@ -336,7 +341,7 @@ class TrainerRank:
         and so does a CPU, which makes the exponentials of a part of the chunk at a time.
         """
         columns = padded_vocabulary(self.info, self.layout.tensor) // self.layout.tensor
-        rows = min(self.trainer.logprob_chunk_tokens, self.trainer.token_limit)
+        rows = min(self.trainer.logprob_chunk_tokens, self.tokens)
         copy = self.element if self.element != FP32 else 0  # with a tensor in fp32, the same one in compute precision
         # fp32 logits, which the products that the entropy needs overwrite; for it also their exponentials.
         forward = rows * columns * (copy + FP32)
@@ -364,6 +369,7 @@ class _Sizes:
     ffn: int
     moe_ffn: int
     shared_ffn: int
+    context: int
     routed: float  # expert rows per packed token
     router: int
     element: int
@@ -387,6 +393,7 @@ class _Sizes:
             ffn=info.ffn // tensor,
             moe_ffn=info.moe_ffn // layout.etp,
             shared_ffn=info.shared_ffn // tensor,
+            context=layout.context,
             routed=load * info.topk * layout.etp / split,
             router=(info.num_experts or 0) // split,
             element=rank.element,
@@ -428,6 +435,10 @@ def _attention_bytes(sizes: _Sizes, info: ModelInfo, recompute_core: bool) -> fl
             kept += (sizes.q + sizes.kv) * (element + FP32)
     if not sizes.fused:
         kept += 4 * sizes.head * element  # cosines and sines
+    if sizes.context > 1 and not sizes.fused:
+        # The keys and values of all ranks instead of the rotated key, and of the projection unless the norm keeps it.
+        kept += (2 * sizes.context - 1) * sizes.kv * element
+        kept -= 0 if info.qk_norm and sizes.norm_is_one_function else mixed * element
     # The attention's output, and (unfused) the outputs of the sequences concatenated for the projection.
     outputs = 1 if sizes.fused or recompute_core else 2
     return kept + outputs * sizes.q * element + (0 if recompute_core else sizes.q / sizes.head * FP32)
@@ -442,7 +453,8 @@ def _latent_attention_bytes(sizes: _Sizes, mla: LatentAttention, recompute_core:
         kept += _norm(sizes, rank) / split + rank * element / split
     values = heads * mla.value
     padded = values if sizes.fused or recompute_core else sizes.q  # fused attention kernels need equal head sizes
-    kept += (2 * sizes.q + padded) * element
+    gathered = 1 if sizes.fused else sizes.context
+    kept += (sizes.q + gathered * (sizes.q + padded)) * element
     if recompute_core:
         return kept + values * element
     return kept + heads * FP32 + (values if sizes.fused else values + padded) * element

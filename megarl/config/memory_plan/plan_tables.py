@@ -71,6 +71,7 @@ def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
     stages = layout.stage_layers(info.num_layers)
     uneven = f" ({' + '.join(map(str, stages))} layers)" if len(set(stages)) > 1 else ""
     parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}{uneven}", f"DP {layout.data}"]
+    parts += [f"CP {layout.context}"] if layout.context > 1 else []
     parts += [f"VPP {layout.virtual_pipeline}"] if layout.virtual_pipeline else []
     parts += ["SP"] if layout.sequence else []
     if info.num_experts:
@@ -131,7 +132,7 @@ def _checkpoints(settings: CheckpointConfig) -> str:
 
 def _host_memory(plan: RunPlan) -> str:
     """Return what a save, and a reference policy in host memory, take of a trainer node's memory besides processes."""
-    of_rank = plan.trainer.term("optimizer").bytes + plan.trainer.term("weights").bytes // plan.layout.data
+    of_rank = plan.trainer.term("optimizer").bytes + plan.trainer.term("weights").bytes // plan.layout.dense_data
     of_rank += sum(
         term.bytes for term in plan.trainer.terms if term.name == "reference weights" and term.when != "always"
     )
@@ -165,8 +166,11 @@ def _loading(plan: RunPlan) -> str:
 
 def _micro_batch(plan: RunPlan) -> str:
     tokens, most = plan.config.trainer.token_limit, plan.most_tokens
+    split, ranks = "", plan.layout.context
+    if ranks > 1:
+        split = f", {-(-tokens // ranks)} on each of {ranks} context-parallel ranks"
     more = f"; {most} would fit with a tenth of the memory free" if most is not None and most > tokens else ""
-    return f"up to {tokens} tokens{more}"
+    return f"up to {tokens} tokens{split}{more}"
 
 
 def _deadline(seconds: float | None, bound: float, rollout: RolloutConfig) -> str:

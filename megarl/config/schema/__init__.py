@@ -85,6 +85,9 @@ class ParallelConfig(Section):
     """Megatron's parallel layout of the trainer ranks. The data-parallel size follows from `trainer.gpus`."""
 
     tensor: int = Field(1, ge=1, description="Tensor-parallel size (TP).")
+    context: int = Field(
+        1, ge=1, description="Context-parallel size (CP): so many ranks share the tokens of each sequence."
+    )
     pipeline: int = Field(1, ge=1, description="Pipeline-parallel size (PP).")
     virtual_pipeline: int | None = Field(None, ge=2, description="Model chunks per pipeline rank (VPP).")
     first_stage_layers: int | None = Field(
@@ -142,8 +145,8 @@ class TrainerConfig(Section):
     precision: Literal["bf16", "fp32"] = Field("bf16", description="Compute precision; master weights stay fp32.")
     micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         8192,
-        description="Upper bound of packed tokens per micro-batch per DP rank; auto: as many as fit by the plan with "
-        "a tenth of the memory free.",
+        description="Upper bound of packed tokens per micro-batch per DP rank, which context-parallel ranks share; "
+        "auto: as many as fit by the plan with a tenth of the memory free.",
     )
     micro_batch_patches: int | None = Field(
         None,

@@ -135,6 +135,7 @@ def _parallelism(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
     interleaved = layout.virtual_pipeline is not None
     return {
         "tensor_model_parallel_size": layout.tensor,
+        "context_parallel_size": layout.context,
         "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
         "num_layers_in_first_pipeline_stage": layout.first_stage_layers,

@@ -3,9 +3,10 @@
 Without Transformer Engine, Megatron-Core has no norm that accepts sequence parallelism and no attention that
 accepts packed sequences; `RMSNorm` and `PackedAttention` fill these two gaps.
 
-Shapes: T packed tokens of a micro-batch, B sequences of equal length, S tokens of a sequence, R query rows of a block,
-K keys of a block, N query heads, G key/value heads, D channels per head of queries and keys, C channels per head of
-values, E channels that a norm normalizes, after axes of any number (X); heads are those of this rank.
+Shapes: T packed tokens of a micro-batch on a context-parallel rank, B sequences of equal length, S tokens of a sequence
+(in `_in_order`, of one of the chunks of P ranks), R query rows of a block, K keys of a block, N query heads, G
+key/value heads, D channels per head of queries and keys, C channels per head of values, E channels that a norm
+normalizes, after axes of any number (X); heads are those of this rank.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from functools import lru_cache
 from itertools import groupby, pairwise
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -65,13 +68,16 @@ class _NormWithOwnEps(RMSNorm):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention with `scaled_dot_product_attention`, separate for each sequence of a packed micro-batch."""
+    """Causal attention with `scaled_dot_product_attention`, separate for each sequence of a packed micro-batch.
+
+    With context parallelism each rank holds two chunks of each sequence, and gathers the keys and values of all ranks.
+    """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
         super().__init__()
         if config.window_attn_skip_freq is not None:
             raise ValueError("window_attn_skip_freq (a window in some layers only) needs Transformer Engine")
-        self.softmax_scale = softmax_scale
+        self.softmax_scale, self.context = softmax_scale, config.context_parallel_size
         self.window = None if config.window_size is None else config.window_size[0] + 1
 
     def forward(  # the names are Megatron's, which passes some of them by keyword
@@ -91,12 +97,15 @@ class PackedAttention(torch.nn.Module):
         causal within each sequence and limited to the window of `config.window_size`; `attention_mask` is ignored.
         """
         if packed_seq_params is None:
-            out_BNSC = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
+            q_BNSD, k_BGSD, v_BGSC = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            out_BNSC = self._attend(q_BNSD, k_BGSD, v_BGSC)
             return out_BNSC.permute(2, 0, 1, 3).flatten(2)
         bounds = packed_seq_params.cu_seqlens_q_padded
         if bounds is None:
             bounds = packed_seq_params.cu_seqlens_q
         runs = _runs(bounds.tolist())
+        if self.context > 1:
+            return self._across_ranks(query, key, value, runs)
         tokens = [count * length for count, length in runs]
         tail = query.shape[0] - sum(tokens)
         # `split`, because the backward pass of a slice writes, and then adds, a gradient as large as the whole tensor.
@@ -109,21 +118,62 @@ class PackedAttention(torch.nn.Module):
             parts.append(query.new_zeros(tail, query.shape[1] * value.shape[2]))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _attend(self, q_BNSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSC: torch.Tensor) -> torch.Tensor:
-        """Return the output [B, N, S, C] of causal attention within the window."""
-        length, window = q_BNSD.shape[2], self.window
-        if window is None or length <= window:
+    def _across_ranks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: list[tuple[int, int]]
+    ) -> torch.Tensor:
+        """Return the output [T, N * C] of this rank's tokens. `runs`: of the whole sequences."""
+        size, group = self.context, parallel_state.get_context_parallel_group()
+        rank, longest = group.rank(), max(length for _, length in runs)
+        tokens = [count * length // size for count, length in runs]
+        # The backward pass sums the gradients of all ranks' keys and values, and scatters them.
+        gathered = (gather_from_sequence_parallel_region(x, group=group) for x in (key, value))
+        keys, values = (x.unflatten(0, (size, -1)).split(tokens, 1) for x in gathered)
+        window = longest if self.window is None else min(self.window, longest)
+        band_RK = _band(min(WINDOW_BLOCK, longest // (2 * size)), window, query.dtype, query.device)
+        parts = []
+        for (count, length), q, k, v in zip(runs, query.split(tokens), keys, values, strict=True):
+            chunk = length // (2 * size)
+            q_B2NSD = q.unflatten(0, (count, 2, chunk)).transpose(2, 3)
+            k_BGSD, v_BGSC = (_in_order(x.unflatten(1, (count, 2, chunk))) for x in (k, v))
+            if missing := k.shape[-1] - v.shape[-1]:
+                # Here and not in `_product`, which would pad, and keep, a copy for each block.
+                v_BGSC = torch.nn.functional.pad(v_BGSC, (0, missing))
+            outputs = []
+            for index, start in enumerate((rank * chunk, (2 * size - 1 - rank) * chunk)):
+                seen = slice(0, start + chunk)
+                outputs.append(self._attend(q_B2NSD[:, index], k_BGSD[:, :, seen], v_BGSC[:, :, seen], start, band_RK))
+            parts.append(torch.stack(outputs, 1)[..., : v.shape[-1]].transpose(2, 3).reshape(len(q), -1))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _attend(
+        self,
+        q_BNSD: torch.Tensor,
+        k_BGSD: torch.Tensor,
+        v_BGSC: torch.Tensor,
+        offset: int = 0,
+        band_RK: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the output [B, N, S, C] of causal attention within the window.
+
+        `offset`: of the first query; the first key's is 0. `band_RK`: `_band` of the window.
+        """
+        length = q_BNSD.shape[2]
+        if not offset and (self.window is None or length <= self.window):
             return self._product(q_BNSD, k_BGSD, v_BGSC, None)
+        if band_RK is None:
+            assert self.window is not None
+            band_RK = _band(WINDOW_BLOCK, self.window, q_BNSD.dtype, q_BNSD.device)
+        block = len(band_RK)
+        window = band_RK.shape[1] - block + 1
         # Queries in blocks, each with only the keys that they see, so that neither time nor memory is quadratic.
         parts = []
-        band_RK = _band(window, q_BNSD.dtype, q_BNSD.device)
-        for start in range(0, length, WINDOW_BLOCK):
-            stop, first = min(start + WINDOW_BLOCK, length), max(0, start - window + 1)
+        for start in range(offset, offset + length, block):
+            stop, first = min(start + block, offset + length), max(0, start - window + 1)
             mask_RK = band_RK[: stop - start, first - start + window - 1 :][:, : stop - first]
-            q_BNRD = q_BNSD[:, :, start:stop]
+            q_BNRD = q_BNSD[:, :, start - offset : stop - offset]
             k_BGKD, v_BGKC = k_BGSD[:, :, first:stop], v_BGSC[:, :, first:stop]
             parts.append(self._product(q_BNRD, k_BGKD, v_BGKC, mask_RK))
-        return torch.cat(parts, 2)
+        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
     def _product(
         self, q_BNRD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKC: torch.Tensor, mask_RK: torch.Tensor | None
@@ -155,15 +205,24 @@ def _takes_groups(queries: torch.Tensor, *, masked: bool) -> bool:
 
 
 @lru_cache(maxsize=2)
-def _band(window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the additive mask [R, K] of a block whose first row is key `window - 1`.
+def _band(block: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the additive mask [R, K] of a block of R = `block` queries, of which the first is key `window - 1`.
 
     It is cached because the backward pass keeps it: all layers then share one tensor.
     """
-    rows_R1 = torch.arange(WINDOW_BLOCK, device=device)[:, None]
-    keys_1K = torch.arange(WINDOW_BLOCK + window - 1, device=device)[None]
+    rows_R1 = torch.arange(block, device=device)[:, None]
+    keys_1K = torch.arange(block + window - 1, device=device)[None]
     seen_RK = (keys_1K >= rows_R1) & (keys_1K <= rows_R1 + window - 1)
     return torch.zeros(seen_RK.shape, dtype=dtype, device=device).masked_fill(~seen_RK, -torch.inf)
+
+
+def _in_order(x_PB2SGD: torch.Tensor) -> torch.Tensor:
+    """Return the keys or values of P context-parallel ranks [B, G, 2 * P * S, D], in the order of their tokens.
+
+    Each rank has two chunks of S tokens: its own from the front, and from the back.
+    """
+    front, back = x_PB2SGD.unbind(2)
+    return torch.cat([front, back.flip(0)]).permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
 def _runs(bounds: list[int]) -> list[tuple[int, int]]:
@@ -190,7 +249,8 @@ def block_spec(info: ModelInfo, config: TransformerConfig, vp_stage: int | None)
 
 def _engine_block(info: ModelInfo, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    if not _has_packed_kernel(config):
+    # With context parallelism Transformer Engine has no sliding windows for packed sequences (context_parallel.py).
+    if not _has_packed_kernel(config) or (config.context_parallel_size > 1 and config.window_size is not None):
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
     if info.mla:

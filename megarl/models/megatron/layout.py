@@ -43,6 +43,7 @@ class Layout:
     """
 
     tensor: int = 1
+    context: int = 1
     pipeline: int = 1
     virtual_pipeline: int | None = None
     first_stage_layers: int | None = None
@@ -56,8 +57,8 @@ class Layout:
     def __post_init__(self) -> None:
         if self.expert_tensor is None:
             object.__setattr__(self, "expert_tensor", self.tensor)
-        dense, sparse = self.tensor * self.pipeline, self.etp * self.expert * self.pipeline
-        for name, size in (("tensor x pipeline", dense), ("expert_tensor x expert x pipeline", sparse)):
+        dense, sparse = self.tensor * self.context * self.pipeline, self.etp * self.expert * self.pipeline
+        for name, size in (("tensor x context x pipeline", dense), ("expert_tensor x expert x pipeline", sparse)):
             if self.world_size % size:
                 raise ValueError(f"{self.world_size} ranks are not divisible by {name} = {size}")
         if self.sequence and self.tensor == 1:
@@ -122,8 +123,13 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Data-parallel size of the dense parameters."""
-        return self.world_size // (self.tensor * self.pipeline)
+        """The number of replicas, each of which trains samples of its own."""
+        return self.world_size // (self.tensor * self.context * self.pipeline)
+
+    @property
+    def dense_data(self) -> int:
+        """The number of ranks that hold the same dense parameters: data-parallel size x context-parallel size."""
+        return self.data * self.context
 
     @property
     def expert_data(self) -> int:

@@ -165,13 +165,14 @@ def layout_of(tree: Mapping[str, object], start: StartRecord | None = None) -> G
     numbers = [
         trainer.get("gpus"), rollout.get("replicas"), rollout.get("tensor_parallel"),
         parallel.get("tensor", 1), parallel.get("pipeline", 1), parallel.get("expert", 1),
-        parallel.get("expert_tensor") or parallel.get("tensor", 1),
+        parallel.get("expert_tensor") or parallel.get("tensor", 1), parallel.get("context", 1),
     ]  # fmt: skip
     if not all(isinstance(number, int) and number > 0 for number in numbers):
         return None
-    gpus, replicas, replica_gpus, tensor, pipeline, expert, expert_tensor = (int(number) for number in numbers)
+    values = (int(number) for number in numbers)
+    gpus, replicas, replica_gpus, tensor, pipeline, expert, expert_tensor, context = values
     # What `layout_problems` accepts: the dense and the expert layers are each spread over all ranks.
-    unit = math.lcm(tensor * pipeline, expert * expert_tensor * pipeline)
+    unit = math.lcm(tensor * context * pipeline, expert * expert_tensor * pipeline)
     word = "processes" if start is not None and start.device == "cpu" else "GPUs"
     return GpuLayout(gpus, unit, replicas, replica_gpus, mode == "sync", word, rollout.get("share_gpus") is True)
 

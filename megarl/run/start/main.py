@@ -278,6 +278,7 @@ def _restarts_left() -> bool:
 def _headline(plan: RunPlan) -> str:
     layout = plan.layout
     parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}", f"EP {layout.expert}", f"DP {layout.data}"]
+    parts += [f"CP {layout.context}"] if layout.context > 1 else []
     engines = f"{plan.replicas} vLLM engine{'s' * (plan.replicas > 1)} (TP {plan.engine_gpus})"
     return (
         f"{plan.parameters / 1e6:.3g} M parameters on {plan.device}, trainer {' x '.join(parts)}, {engines}, "

@@ -18,7 +18,7 @@ from tests.support.worlds.world import World
 pytestmark = pytest.mark.world
 
 DEVIATION = 1e-4  # of the weights, relative to what the updates after the resume have changed
-TP2, PP2, EP2 = {"tensor": 2}, {"pipeline": 2}, {"expert": 2}
+TP2, CP2, PP2, EP2 = {"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"expert": 2}
 PLAIN = {"trainer__optimizer__distributed": False}
 BUCKETS = {"megatron__ddp": {"overlap_grad_reduce": True, "bucket_size": 20000}}  # several, padded behind
 BF16 = {"trainer__precision": "bf16"}
@@ -91,6 +91,7 @@ def equal(first: Any, second: Any) -> bool:
         pytest.param(2, "moe", PP2, {}, marks=pytest.mark.slow),
         pytest.param(4, "moe", EP2 | TP2 | {"sequence": True}, {}, marks=pytest.mark.slow),
         pytest.param(4, "dense", TP2, {}, marks=pytest.mark.slow),
+        pytest.param(4, "dense", CP2, BF16, marks=pytest.mark.slow),
     ],
 )
 def test_the_same_layout_goes_on_bit_for_bit(
@@ -151,6 +152,10 @@ def test_ranks_of_several_hosts_read_for_each_other(
         pytest.param((2, PP2 | {"pipeline_layout": "Et|tttL"}), (2, EP2), "moe", marks=pytest.mark.slow),
         pytest.param((4, EP2 | TP2 | {"sequence": True}), (2, PP2), "moe", marks=pytest.mark.slow),
         pytest.param((2, TP2), (4, TP2), "dense", marks=pytest.mark.slow),
+        ((2, CP2), (1, {}), "dense"),
+        pytest.param((1, {}), (2, CP2), "dense", marks=pytest.mark.slow),
+        pytest.param((2, CP2 | EP2), (4, {"context": 4}), "moe", marks=pytest.mark.slow),
+        pytest.param((4, CP2 | TP2), (4, PP2 | CP2), "dense", marks=pytest.mark.slow),
     ],
 )
 def test_another_layout_goes_on_as_closely_as_layouts_agree(

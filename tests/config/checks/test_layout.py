@@ -30,19 +30,28 @@ def problems(model: Path, *, device: str = "cpu", **changes: Any) -> list[str]:
 SIZES = st.sampled_from((1, 2, 3, 4))
 
 
-@given(gpus=st.integers(1, 16), tensor=SIZES, pipeline=SIZES, expert=SIZES)
-def test_the_sizes_of_a_layout_must_divide_the_gpus(gpus: int, tensor: int, pipeline: int, expert: int) -> None:
-    parallel = {"tensor": tensor, "pipeline": pipeline, "expert": expert, "expert_tensor": tensor}
+@given(gpus=st.integers(1, 16), tensor=SIZES, context=SIZES, pipeline=SIZES, expert=SIZES)
+def test_the_sizes_of_a_layout_must_divide_the_gpus(
+    gpus: int, tensor: int, context: int, pipeline: int, expert: int
+) -> None:
+    sizes = {"tensor": tensor, "context": context, "pipeline": pipeline}
+    parallel = {**sizes, "expert": expert, "expert_tensor": tensor}
     keys = [
         each.split(":")[0]
         for each in layout_problems(config("m", trainer={"gpus": gpus, "parallel": parallel}).trainer)
     ]
-    expected = ["trainer.gpus"] * bool(gpus % (tensor * pipeline))
+    expected = ["trainer.gpus"] * bool(gpus % (tensor * context * pipeline))
     assert keys == expected + ["trainer.parallel.expert"] * bool(gpus % (expert * tensor * pipeline))
 
 
 LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"trainer__gpus": 3, "trainer__parallel": {"tensor": 2}}, "trainer.gpus: 3 is not a multiple"),
+    (
+        "qwen3",
+        {"trainer__gpus": 2, "trainer__parallel": {"tensor": 2, "context": 2}},
+        "trainer.gpus: 2 is not a multiple of parallel.tensor x parallel.context x parallel.pipeline = 2 x 2 x 1 = 4",
+    ),
+    ("qwen3_vl", {"trainer__gpus": 2, "trainer__parallel": {"context": 2}}, "a model that sees needs whole sequences"),
     ("qwen3_moe", {"trainer__gpus": 2, "trainer__parallel": {"expert": 4}}, "trainer.parallel.expert: 2 GPUs are not"),
     (
         "qwen3",

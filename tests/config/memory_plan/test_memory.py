@@ -46,6 +46,11 @@ CASES: list[Case] = [
     ("qwen3", {"tensor": 2, "sequence": True}, "bf16", {"trainer__recompute": 2}),
     ("qwen3_moe", {}, "bf16", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["moe"]}}),
     ("qwen3", {}, "bf16", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["layernorm", "core_attn"]}}),
+    ("qwen3", {"context": 2}, "fp32", {}),
+    ("qwen3", {"context": 2}, "bf16", {}),
+    ("llama", {"context": 2}, "bf16", {}),
+    ("deepseek_v3", {"context": 2}, "bf16", {}),
+    ("qwen3_moe", {"context": 2, "expert": 2}, "fp32", {"trainer__recompute": "selective"}),
 ]
 WIDE: list[Case] = [
     ("llama", {"tensor": 2, "pipeline": 2}, "bf16", {}),
@@ -54,6 +59,10 @@ WIDE: list[Case] = [
     ("tied", {}, "bf16", {}),
     ("deepseek_v3", {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}, "bf16", {}),
     ("deepseek_v3", {"tensor": 2, "sequence": True}, "fp32", {"megatron__transformer": SELECTIVE}),
+    ("qwen3_moe", {"context": 2, "tensor": 2, "sequence": True, "expert": 4, "expert_tensor": 1}, "bf16", {}),
+    ("llama", {"context": 4}, "fp32", {}),
+    ("mistral", {"context": 4}, "fp32", {}),
+    ("llama", {"context": 2, "pipeline": 2}, "bf16", {}),
 ]
 
 

@@ -272,6 +272,10 @@ def test_dry_run_prints_config_and_plan(models: dict[str, Path]) -> None:
     [
         ({"trainer__device_memory_gib": 80}, ["up to 256 tokens; 65536 would fit with a tenth of the memory free"]),
         ({"trainer__device_memory_gib": 80, "trainer__micro_batch_tokens": "auto"}, ["up to 65536 tokens\n"]),
+        (
+            {"trainer__gpus": 4, "trainer__parallel": {"context": 2}},
+            ["TP 1 · PP 1 · DP 2 · CP 2", "up to 256 tokens, 128 on each of 2 context-parallel ranks"],
+        ),
         ({"trainer__recompute": 1}, ["the first 1 layer of each stage"]),
         ({"megatron__transformer": {"recompute_granularity": "selective"}}, ["as set in megatron.transformer"]),
     ],

@@ -24,7 +24,7 @@ from megarl.models.megatron.layer_spec import PackedAttention, RMSNorm, _runs
 
 
 def _config(**changes: Any) -> SimpleNamespace:
-    plain = {"window_size": None, "window_attn_skip_freq": None,
+    plain = {"window_size": None, "window_attn_skip_freq": None, "context_parallel_size": 1,
              "params_dtype": torch.float32, "sequence_parallel": True}  # fmt: skip
     return SimpleNamespace(**plain | changes)
 
@@ -147,16 +147,19 @@ def test_rms_norm_is_the_formula(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "flash_attn", "own"),
+    ("capability", "dtype", "flash_attn", "changes", "own"),
     [
-        ((9, 0), torch.bfloat16, False, False),
-        ((9, 0), torch.float32, True, True),
-        ((8, 0), torch.bfloat16, False, True),
-        ((8, 0), torch.bfloat16, True, False),
+        ((9, 0), torch.bfloat16, False, {}, False),
+        ((9, 0), torch.float32, True, {}, True),
+        ((8, 0), torch.bfloat16, False, {}, True),
+        ((8, 0), torch.bfloat16, True, {}, False),
+        ((9, 0), torch.bfloat16, False, {"context_parallel_size": 2}, False),
+        ((9, 0), torch.bfloat16, False, {"window_size": (4, 0)}, False),
+        ((9, 0), torch.bfloat16, False, {"context_parallel_size": 2, "window_size": (4, 0)}, True),
     ],
 )
 def test_packed_sequences_get_a_kernel_where_transformer_engine_has_none(
-    capability: tuple[int, int], dtype: torch.dtype, flash_attn: bool, own: bool
+    capability: tuple[int, int], dtype: torch.dtype, flash_attn: bool, changes: dict[str, Any], own: bool
 ) -> None:
     theirs = object()
     layers = [SimpleNamespace(submodules=SimpleNamespace(self_attention=SimpleNamespace(submodules=SimpleNamespace(
@@ -167,7 +170,7 @@ def test_packed_sequences_get_a_kernel_where_transformer_engine_has_none(
         patch.object(spec.importlib.util, "find_spec", lambda name: found),
         patch.object(spec, "get_gpt_decoder_block_spec", lambda *args, **kwargs: block),
     ):
-        spec._engine_block(SimpleNamespace(mla=None), _config(params_dtype=dtype), None)  # type: ignore[arg-type]
+        spec._engine_block(SimpleNamespace(mla=None), _config(params_dtype=dtype, **changes), None)  # type: ignore[arg-type]
     chosen = {layer.submodules.self_attention.submodules.core_attention for layer in layers}
     assert chosen == {PackedAttention if own else theirs}
 

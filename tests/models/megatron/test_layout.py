@@ -22,11 +22,14 @@ class TestLayout:
         layout = trainer_layout(ParallelConfig(tensor=2, pipeline=2, expert=4, expert_tensor=1), gpus=16)
         assert (layout.data, layout.expert_data, layout.etp) == (4, 2, 1)
         assert Layout(tensor=4, world_size=8).expert_tensor == 4
+        layout = trainer_layout(ParallelConfig(tensor=2, context=2, expert=8, expert_tensor=1), gpus=32)
+        assert (layout.data, layout.dense_data, layout.expert_data) == (8, 16, 4)
 
     @pytest.mark.parametrize(
         ("sizes", "message"),
         [
-            ({"tensor": 3, "world_size": 4}, "are not divisible by tensor x pipeline = 3"),
+            ({"tensor": 3, "world_size": 4}, "are not divisible by tensor x context x pipeline = 3"),
+            ({"context": 2, "tensor": 2, "world_size": 2}, "are not divisible by tensor x context x pipeline = 4"),
             ({"expert": 8, "world_size": 4}, "expert_tensor x expert x pipeline = 8"),
             ({"sequence": True, "world_size": 2}, "needs tensor > 1"),
             ({"virtual_pipeline": 2, "world_size": 2}, "needs pipeline > 1"),

@@ -34,6 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "biased": ("qwen2", {}),
     "llama": ("llama", {}),
     "latent": ("deepseek_v3", {}),
+    "window": ("mistral", {"sliding_window": 6}),
 }
 
 

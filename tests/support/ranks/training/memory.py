@@ -17,7 +17,7 @@ from tests.support.measures.live_bytes import LiveBytes
 from tests.support.ranks.training.policy import built_policy
 
 # One micro-batch of ragged sequences, exactly full, and with only one way to pack several of them.
-LENGTHS = (150, 42)
+LENGTHS = (144, 48)
 TOKENS = sum(LENGTHS)
 
 
