@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from tests.support.trainer.configs import with_changes
 SIZES = {
     "run.dir", "run.steps", "model.path", "model.shape",
     "trainer.gpus", "trainer.gpus_per_node", "trainer.devices", "trainer.device_memory_gib", "trainer.precision",
-    "trainer.parallel.tensor", "trainer.parallel.expert", "trainer.optimizer.warmup_steps",
+    "trainer.parallel.tensor", "trainer.parallel.context", "trainer.parallel.expert",
+    "trainer.optimizer.warmup_steps",
     "algorithm.overlong.buffer_tokens", "batch.groups", "batch.samples_per_group", "sampling.max_tokens",
     "data.path", "data.max_prompt_tokens", "reward.function", "reward.workers", "evaluation.sets",
     "rollout.replicas", "rollout.tensor_parallel", "rollout.gpus_per_node", "rollout.devices",
@@ -60,7 +62,7 @@ def _without_sizes(each: EvalSetConfig) -> EvalSetConfig:
 def test_a_twin_keeps_every_kind_of_parallelism_and_of_penalty(name: str, tmp_path: Path) -> None:
     """A size that is above 1 stays above 1, or the twin would not show what the recipe does."""
     whole, small = config_of(recipe(name)), config_of(twin(name, tmp_path))
-    for size in ("tensor", "pipeline", "expert"):
+    for size in ("tensor", "context", "pipeline", "expert"):
         of_recipe, of_twin = (getattr(each.trainer.parallel, size) for each in (whole, small))
         assert (of_recipe > 1) == (of_twin > 1), size
     assert (whole.algorithm.overlong.buffer_tokens > 0) == (small.algorithm.overlong.buffer_tokens > 0)
@@ -75,7 +77,10 @@ def test_a_recipe_waits_for_no_group_without_end(name: str) -> None:
     assert 3 * whole.sampling.max_tokens / 30 <= deadline <= whole.timeouts.generate_s / 2
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if "gsm8k" not in name and "geo3k" not in name])
+WITHOUT_AIME = ("gsm8k", "geo3k", "128k")
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if not any(part in name for part in WITHOUT_AIME)])
 def test_aime_is_measured_as_published(name: str) -> None:
     """The mean of 32 responses per problem, for ReTool of 30."""
     evaluation = config_of(recipe(name)).evaluation
@@ -111,6 +116,7 @@ def test_the_tool_of_retool_is_set_as_published(tmp_path: Path) -> None:
     [
         ("qwen3_30b_a3b_grpo_96x32", Pace(1, 4, 5), "token_tis"),
         ("qwen3_30b_a3b_grpo_80x48", Pace(1, 4, 5), "token_tis"),
+        ("qwen3_30b_a3b_128k_64", Pace(1, 1, 1), "token_tis"),
         ("qwen2_5_math_7b_dapo_4x4", Pace(1, 4, 5), None),
         ("qwen2_5_math_7b_dapo_32x32", Pace(1, 4, 5), None),
         ("qwen2_5_32b_grpo_64", Pace(1, 1, 4), "token_tis"),
@@ -122,7 +128,7 @@ def test_the_tool_of_retool_is_set_as_published(tmp_path: Path) -> None:
     ],
 )
 def test_how_far_each_recipe_runs_ahead(name: str, pace: Pace, correction: str | None) -> None:
-    """The first four are published with a sync after every 4 updates and half as many generated ahead."""
+    """96:32, 80:48 and DAPO are published with a sync after every 4 updates and half as many generated ahead."""
     chosen = config_of(recipe(name))
     assert pace_of(chosen) == pace
     found = correction_of(chosen)
@@ -153,3 +159,13 @@ def test_a_recipe_planned_outside_the_checkout_says_where_its_shape_was_looked_f
     message = rf"^model\.shape: examples/.*config\.json not found: .* \(current directory: {tmp_path}; relative paths"
     with pytest.raises(ConfigError, match=message):
         check(config_of(recipe("qwen3_8b_gsm8k_8")), device="cuda", files=False)
+
+
+def test_the_recipe_for_long_contexts_says_what_its_models_config_needs() -> None:
+    """Trainer and engines read YaRN from config.json, which is published without it."""
+    name = "qwen3_30b_a3b_128k_64"
+    info = check(config_of(recipe(name)), device="cuda", files=False)
+    header = RECIPES[name].read_text().partition("\nrun:")[0]
+    assert info.rope_scaling is not None and info.max_positions == 131072
+    for key in ("max_position_embeddings", "rope_scaling"):
+        assert f'"{key}": {json.dumps(info.raw[key])}' in header

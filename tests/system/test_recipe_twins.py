@@ -18,7 +18,7 @@ from megarl.config.schema import Config
 from megarl.queue.dump import read_batch
 from megarl.telemetry.trace.files import read_events
 from tests.support.models.calling_model import CALL, PRINTED
-from tests.support.runs.recipe_twins import GROUPS, RANKS, RECIPES, SAMPLES, twin, write_model_and_data
+from tests.support.runs.recipe_twins import GROUPS, RECIPES, SAMPLES, twin, write_model_and_data
 from tests.support.runs.run import Run, train
 from tests.support.runs.whole_runs import check_every_group_once
 
@@ -34,7 +34,7 @@ def test_twin_trains(name: str, tmp_path: Path) -> None:
     tree = twin(name, tmp_path)
     config = config_from_tree(tree)
     write_model_and_data(name, tmp_path)
-    run = train(tree, "telemetry.dump_batches=true", ranks=RANKS)
+    run = train(tree, "telemetry.dump_batches=true", ranks=config.trainer.gpus)
     assert run.code == 0, run.output[-4000:]
     check_bound(run, config)
     check_publications(run, config)

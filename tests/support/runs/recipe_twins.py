@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ DROPPED = (
     "model.shape", "trainer.gpus_per_node", "trainer.devices", "trainer.device_memory_gib",
     "rollout.tensor_parallel", "rollout.gpus_per_node", "rollout.devices", "rollout.device_memory_gib",
 )  # fmt: skip
-PARALLEL_SIZES = ("tensor", "pipeline", "expert", "expert_tensor")
+PARALLEL_SIZES = ("tensor", "context", "pipeline", "expert", "expert_tensor")
 
 
 def recipe(name: str) -> dict[str, Any]:
@@ -47,11 +48,12 @@ def twin(name: str, directory: Path) -> dict[str, Any]:
     reward = whole["reward"]["function"] if whole.get("tools") else f"tests.support.rewards.reward_functions:{shipped}"
     max_tokens = CALLING_TOKENS if whole.get("tools") else RESPONSE_TOKENS
     heldout = directory / "heldout.jsonl"
+    sizes = {size: min(ways, 2) for size, ways in _parallel_sizes(whole).items()}
     changes: dict[str, Any] = {
         "run__dir": str(directory / "run"),
         "run__steps": pace_of(config_from_tree(whole)).max_staleness + 3,
         "model__path": str(directory / "model"),
-        "trainer__gpus": RANKS,
+        "trainer__gpus": max(RANKS, math.prod(sizes.get(size, 1) for size in ("tensor", "context", "pipeline"))),
         "trainer__precision": "fp32",
         "trainer__optimizer__warmup_steps": 1,
         "batch__groups": GROUPS,
@@ -66,7 +68,7 @@ def twin(name: str, directory: Path) -> dict[str, Any]:
         "rollout__max_num_seqs": 32,
         "queue__storage_units": 1,
         "timeouts": {"rpc_s": 60, "generate_s": 180, "weight_sync_s": 120, "save_s": 120, "engine_start_s": 900},
-        **{f"trainer__parallel__{size}": min(ways, RANKS) for size, ways in _parallel_sizes(whole).items()},
+        **{f"trainer__parallel__{size}": ways for size, ways in sizes.items()},
     }
     if "group_deadline_s" in whole["rollout"]:
         changes["rollout__group_deadline_s"] = 120.0  # so long that it comes for nothing that works
