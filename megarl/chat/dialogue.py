@@ -113,7 +113,7 @@ class Dialogue:
             turn = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{TURN}"}
             plain = [{"role": role, **_PLAIN} for role in kind]
             texts = [self._render([_FIRST, turn, *plain])]
-            with suppress(DialogueError):  # a later turn may be refused after a tool that nobody called
+            with suppress(DialogueError):  # a later turn may be refused after a tool that was never called
                 texts.append(self._render([_FIRST, turn, *plain, {"role": "assistant", "content": TURN}, *plain]))
             self._keeps_reasoning[kind] = all(_THOUGHT in text for text in texts)
         if not self._keeps_reasoning[kind]:

@@ -102,7 +102,7 @@ def _parted(message: Message) -> Message:
 
 @dataclass(frozen=True)
 class PromptImages:
-    """How a model is shown images: `token` is the one that its chat template writes for each, `most` of a prompt."""
+    """How a model is shown images: its chat template writes `token` for each, at most `most` in a prompt."""
 
     processor: ImageProcessor
     token: int

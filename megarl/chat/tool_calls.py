@@ -31,7 +31,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """The text of a call that cannot be read; `error` tells the model the reason."""
+    """The text of a call that cannot be read; `error` gives the model the reason."""
 
     text: str
     error: str
@@ -250,7 +250,7 @@ def loose(text: str) -> str:
 
 
 def no_constant(name: str) -> object:
-    """Refuse what Python's JSON has besides the standard's: NaN and infinities."""
+    """Refuse NaN and infinities, which Python's JSON has and the standard does not."""
     raise ValueError(f"{name} is no JSON")
 
 

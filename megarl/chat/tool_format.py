@@ -32,7 +32,7 @@ class NoCallsWritten(DialogueError):  # noqa: N818
 def tool_format(
     name: FormatName, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
 ) -> ToolFormat:
-    """Return the format `name`: `template` is the one that the tokenizer's chat template writes.
+    """Return the format `name`; `template` is the format of the tokenizer's chat template.
 
     Raises NoCallsWritten if the template writes none, and DialogueError if it refuses one or writes it in another form
     than JSON, its name and JSON, or tags.

@@ -40,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--no-files",
         action="store_true",
-        help="with slurm or --dry-run: model and data are where the run will be only; do not look for them, and try no "
+        help="with slurm or --dry-run: model and data exist only where the run will be; do not check them or the "
         "reward",
     )
     parser.add_argument("--dry-run", action="store_true", help="print script and plan; start nothing")
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     body = Path("launch", "slurm", "job.sh") if slurm else Path("launch", "local.sh")
     if not body.is_file():
-        raise ConfigError([f"{body}, which the script sources, is not in {Path.cwd()}: start in the repository's root"])
+        raise ConfigError([f"the script sources {body}, which is not in {Path.cwd()}: start in the repository's root"])
     if not slurm and not options.force:  # a job may be queued while another one of the same run runs
         refuse_claimed(config.run_dir)
     path = Path(config.run_dir) / "launch" / ("train.sbatch" if slurm else "local.sh")
@@ -120,7 +120,7 @@ def _plan(config: Config, options: argparse.Namespace, *, slurm: bool) -> tuple[
         return checked_plan(config, overrides=options.overrides, device=options.device, files=not options.no_files)
     plan = make_plan(config, device=options.device or ("cuda" if slurm else detect_device()), files=not slurm)
     absent = ", ".join(f"{key} ({path})" for key, path in absent_files(config)) if options.dry_run else ""
-    note = f"not here, so not checked, and needed where the run starts: {absent}"
+    note = f"not on this machine, so not checked, but needed where the run starts: {absent}"
     return plan, Findings(notes=[note] if absent else [])
 
 

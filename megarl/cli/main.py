@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write("megarl: interrupted; the same command starts again, or resumes what it had saved\n")
+            sys.stderr.write("megarl: interrupted; the same command starts again or resumes from the last save\n")
         return 130
 
 
@@ -54,7 +54,7 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     options, rest = parser.parse_known_args(given)
     if rest and (not hasattr(options, "overrides") or any("=" not in each or each[0] == "-" for each in rest)):
-        fix = "; a key of the config is set by section.key=value alone" if hasattr(options, "overrides") else ""
+        fix = "; set a key of the config as section.key=value, without dashes" if hasattr(options, "overrides") else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{fix}")
     if rest:
         options.overrides = [*options.overrides, *rest]
@@ -92,7 +92,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "plan",
         help="check a config and print it resolved, with ranks, devices and memory; start nothing",
         description="Check a config and print it resolved, with its plan: ranks, layout, replicas, devices, samples "
-        "per step, memory per GPU. Nothing starts. Exit status 2 names every problem, its key and the fix.",
+        "per step, memory per GPU. Nothing starts. With exit status 2 every problem is listed with its key and fix.",
     )
     add_config_arguments(plan)
     plan.add_argument("--device", choices=["cuda", "cpu"], help="plan for this device path (default: this machine's)")
@@ -111,15 +111,15 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "doctor",
         help="show what is installed, which device path a run would use and what is missing",
         description="Compare the installed packages with the lock file; show which device path a run would use, and "
-        "the limits and memory of this machine. Exit status 1 if a run could not start, or the run of --config.",
+        "this machine's limits and memory. Exit status 1 if a run, or the run of --config, could not start.",
     )
-    doctor.add_argument("--config", type=Path, help="a config: fail where it needs the sandbox and there is none here")
+    doctor.add_argument("--config", type=Path, help="a config: fail if it needs the sandbox and this machine has none")
     doctor.add_argument("overrides", nargs="*", metavar="key=value", help="with --config: overrides of its keys")
     doctor.add_argument("--json", action="store_true", help="machine-readable")
     doctor.add_argument(
         "--installation",
         action="store_true",
-        help="only packages and imports, for a node without GPUs or the build of an image",
+        help="check only packages and imports, for a node without GPUs or an image build",
     )
     doctor.add_argument(
         "--nodes",
@@ -170,7 +170,7 @@ def _sandbox_users(options: argparse.Namespace) -> list[str]:
     from megarl.config.loading.load import load_config
 
     if options.config is not None and options.installation:
-        raise ConfigError(["doctor --installation does not look at this machine, which --config needs: leave one out"])
+        raise ConfigError(["doctor --installation does not examine this machine, as --config needs: leave one out"])
     if options.config is None and options.overrides:
-        raise ConfigError([f"{options.overrides[0]} changes a config, and doctor has none: name it with --config"])
+        raise ConfigError([f"{options.overrides[0]} changes a config, and doctor has none: give it with --config"])
     return [] if options.config is None else sandbox_users(load_config(options.config, options.overrides))

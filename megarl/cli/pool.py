@@ -20,10 +20,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     pool = commands.add_parser(
         "pool",
         help="list, drain, remove or add the rollout engines of a living run",
-        description="Change the pool of rollout engines while a run goes on. No response is lost: what a drained or "
-        "removed engine works on goes on elsewhere from its last token. A new engine serves after the next publication "
-        "of the weights. Exit status 2 names why something cannot be done.",
-        epilog="Run it as the user of the run, on one of its hosts; elsewhere it names one.",
+        description="Change the pool of rollout engines during a run. No response is lost: another engine continues "
+        "those of a drained or removed one from their last token. A new engine serves after the next publication of "
+        "the weights. With exit status 2 the reason is printed.",
+        epilog="Run it as the user of the run on one of its hosts; on another host it names one.",
     )
     actions = pool.add_subparsers(title="actions", metavar="ACTION", required=True)
     listing = _action(
@@ -34,8 +34,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     listing.add_argument("--json", action="store_true", help="machine-readable")
     drain = _action(
         actions, "drain", "give an engine no more work; it stays in the pool",
-        "Give an engine no more work. Its responses go on elsewhere; it keeps its devices and takes part in "
-        "publications, until it is removed, or serves again by --undo.",
+        "Give an engine no more work. Other engines continue its responses. It keeps its devices and takes part in "
+        "publications until it is removed, or serves again after --undo.",
     )  # fmt: skip
     _add_replica(drain)
     drain.add_argument("--undo", action="store_true", help="let it serve again, after the next publication")
@@ -47,8 +47,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_replica(remove)
     add = _action(
         actions, "add", "start further engines",
-        "Start further engines where Ray has free places: those of removed engines, those that rollout.max_replicas "
-        "keeps free, and those of nodes that were added to the cluster of ray.address.",
+        "Start more engines where Ray has room: in place of removed engines, in room that rollout.max_replicas "
+        "reserves, and on nodes added to the cluster of ray.address.",
     )  # fmt: skip
     add.add_argument("count", nargs="?", type=int, default=1, metavar="K", help="how many (default: %(default)s)")
 
@@ -94,7 +94,7 @@ def render(replicas: Sequence[dict[str, Any]], missing: int) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if missing:
-        lines.append(f"{missing} more were lost with their node; they are started again when there is room for them")
+        lines.append(f"{missing} more were lost with their node and restart when there is room")
     return "\n".join(lines) + "\n"
 
 

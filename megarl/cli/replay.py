@@ -62,7 +62,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--checkpoint",
         type=Path,
         metavar="DIR",
-        help="resume from this checkpoint (of any layout), with the step after it",
+        help="resume after the step of this checkpoint (of any layout)",
     )
     parser.add_argument("--export", action="store_true", help="export the final policy to OUT/hf")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the run's config")
@@ -121,7 +121,7 @@ def replay_config(run_dir: Path, out: Path | None, overrides: Sequence[str]) -> 
 
     path = run_dir / "config.yaml"
     if not path.is_file():
-        raise ConfigError([f"--run-dir: {run_dir} has no config.yaml, so it is not the directory of a run"])
+        raise ConfigError([f"--run-dir: {run_dir} has no config.yaml, so it is not a run directory"])
     fixed = [f"run.dir={out or run_dir / 'replay'}", "telemetry.dump_batches=false", "telemetry.samples_per_step=0"]
     return load_config(path, [*fixed, *overrides], stored=True)
 
@@ -154,7 +154,7 @@ def choose_steps(batches: Path, limit: int | None, first: int = 0) -> list[int]:
     if not recorded:
         raise DumpError(f"{batches}: no recorded batch; run the training with telemetry.dump_batches=true")
     if limit is not None and limit < 1:
-        raise DumpError(f"--steps: {limit} steps are nothing to replay; give 1 or more, or leave it out")
+        raise DumpError(f"--steps: {limit} steps leave nothing to replay; give 1 or more, or leave it out")
     missing = sorted(set(range(recorded[0], recorded[-1] + 1)) - set(recorded))
     if missing:
         raise DumpError(
@@ -244,8 +244,8 @@ def _plan(batch: DumpedBatch, config: Config, replaced: list[int], reused: list[
         return plan_step(batch.tags, config, dp_size=dp_size, version=batch.version, replaced=replaced, reused=reused)
     except ReuseError as error:
         raise DumpError(
-            f"step {batch.step}: {error}: the options differ from those of the run; with admission.max_uses=1 a group "
-            "that is used again counts as any other"
+            f"step {batch.step}: {error}: the options differ from those of the run; with admission.max_uses=1 a "
+            f"reused group counts like any other"
         ) from error
 
 

@@ -22,8 +22,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="write one HTML page about one or several runs, finished or living",
         description="Read the files of runs and write one HTML page that needs no network and no other file: reward "
         "and evaluation, throughput, waiting, version lag, lengths, slow trajectories, samples, advisories, faults. "
-        "Several runs are shown side by side. A run may go on meanwhile; nothing is changed in its directory but the "
-        "page, if it is written there.",
+        "Several runs are shown side by side. The run may continue meanwhile; nothing but the page is written to its "
+        "directory.",
     )
     report.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN", help="the directory of a run")
     report.add_argument(
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     run_dirs: list[Path] = options.run_dirs
     if len(run_dirs) > MOST_RUNS:
         raise ConfigError(
-            [f"{len(run_dirs)} runs are given, and {MOST_RUNS} can be shown side by side"], "megarl report"
+            [f"{len(run_dirs)} runs given; at most {MOST_RUNS} can be shown side by side"], "megarl report"
         )
     count = max(8, MOST_SAMPLES // len(run_dirs))
     buckets = BUCKETS if len(run_dirs) <= 2 else BUCKETS // 2

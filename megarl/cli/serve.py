@@ -58,7 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="file of mode 0600 with the token that clients must send (default: a new one in the run directory)",
     )  # fmt: skip
     add("--run-dir", type=Path, metavar="DIR", help="logs, gateway.json and the token (default: runs/serve-TIME)")
-    add("--dry-run", action="store_true", help="check everything and show what would be served; start nothing")
+    add("--dry-run", action="store_true", help="check everything, show what would be served, start nothing")
     add("overrides", nargs="*", metavar="section.key=value", help="anything else, e.g. gateway.max_sessions=100")
     parser.set_defaults(run=run)
 

@@ -43,7 +43,7 @@ def holding(run_dir: Path, node_s: float, command: str) -> Iterator[None]:
     from megarl.common.rundir.run_lock import Holder, claim
 
     def end_at_once(other: Holder) -> None:
-        tell(f"{run_dir} was taken by {other.describe()}; this {command} ends")
+        tell(f"{run_dir} was taken by {other.describe()}, so this {command} ends")
         os._exit(1)
 
     held = claim(run_dir, Holder.here(command, ProcessId.own()), node_s, tell)

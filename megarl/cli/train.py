@@ -19,7 +19,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "train",
         help="start a run on this machine: torchrun with as many ranks as the config has trainer GPUs",
         description="Check the config, then start torchrun with `trainer.gpus` ranks, which start the rollout pool. "
-        "The same as torchrun --rdzv-backend megarl with examples/rl/train_rl.py. Several machines: megarl launch.",
+        "Same as torchrun --rdzv-backend megarl with examples/rl/train_rl.py. For several machines use megarl "
+        "launch.",
         epilog="example: megarl train --config examples/rl/configs/quickstart_cpu.yaml run.steps=10",
     )
     add_run_arguments(parser)
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def torchrun_command(options: argparse.Namespace) -> list[str] | None:
-    """Return the command that starts all ranks; None, and say so, if the run has finished before.
+    """Return the command that starts all ranks. If the run has already finished, report it and return None.
 
     Raises ConfigError, before anything starts, for a wrong config.
     """

@@ -1,11 +1,11 @@
-"""The time that a watcher has seen pass. A machine that was suspended, or a watcher that was, proves nothing."""
+"""The time that a watcher has seen pass. A suspended machine or watcher proves nothing."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-# Limits how often something is reported that may happen many times a second.
+# Limits how often a frequent event is reported.
 
 
 class RateLimit:
@@ -16,7 +16,7 @@ class RateLimit:
         self._last: float | None = None
 
     def allows(self) -> bool:
-        """Return whether a report may be made now; if so, the next one may be made after the interval."""
+        """Return whether a report is allowed now; if so, the next is allowed after the interval."""
         now = self._clock()
         if self._last is not None and now - self._last < self._interval_s:
             return False
@@ -24,18 +24,16 @@ class RateLimit:
         return True
 
 
-# Margins between the timeouts of nested waits.
-#
-# The inner wait knows the cause of a delay, so it has to end first and report it.
+# Margins between the timeouts of nested waits. The inner wait knows the cause of a delay, so it must end first and
+# report it.
 
 # Seconds that the other ranks wait longer than the timeout of the work that rank 0 does for them.
 GRACE_S = 60.0
 
 
 class WatchedTime:
-    """A clock that stands still while its owner does not look: a pause between two looks counts as `most_s` at most.
-
-    Whoever is watched may have been paused together with the watcher, and gets the same time as always to show a sign.
+    """A clock that stops while its owner does not look: a pause between two looks counts as at most `most_s`. The
+    watched process may have been paused together with the watcher, and still gets its full time to show a sign.
     """
 
     def __init__(self, most_s: float, clock: Callable[[], float] = time.monotonic) -> None:

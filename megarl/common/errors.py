@@ -31,15 +31,15 @@ class ConversionError(ValueError):
 
 
 class NotAuthentic(RuntimeError):  # noqa: N818
-    """A value was not written by a process of this run, or not for this place. Nothing of it was used."""
+    """A value was not written by a process of this run, or not for this place. It was not used."""
 
 
 class MalformedMessage(RuntimeError):  # noqa: N818
-    """A message between ranks is no value of the type that was agreed on."""
+    """A message between ranks is not a value of the declared type."""
 
 
 class InstallationError(ValueError):
-    """A package is installed in part; the message names the step that completes it."""
+    """A package is partly installed; the message names the missing step."""
 
 
 class RolloutError(RuntimeError):
@@ -47,7 +47,7 @@ class RolloutError(RuntimeError):
 
 
 class BatchNotReady(RolloutError):  # noqa: N818
-    """The groups of a step were not ready in the time that was given; they may be later."""
+    """The groups of a step were not ready in time; they may be later."""
 
 
 class RequestFailed(RolloutError):  # noqa: N818
@@ -55,11 +55,11 @@ class RequestFailed(RolloutError):  # noqa: N818
 
 
 class TrajectoryFull(RequestFailed):
-    """A trajectory may have no further turn of the model: nothing of one would fit, or it had all that it may have."""
+    """A trajectory has no room for another turn of the model, or has reached its number of turns."""
 
 
 class ToolFailed(RolloutError):  # noqa: N818
-    """A tool has failed by itself, not because of what the model wrote."""
+    """A tool itself failed, not because of what the model wrote."""
 
 
 class PoolEnded(RolloutError):  # noqa: N818
@@ -94,11 +94,11 @@ class NoReplicaLeft(ReplicaFailed):
 
 
 class NoWorkerLeft(RolloutError):  # noqa: N818
-    """The last agent worker was lost, and no other one could be started."""
+    """The last agent worker was lost, and no other could be started."""
 
 
 class LostWithWorkers(RolloutError):  # noqa: N818
-    """Several agent workers were lost with the same loops, which may be what ends them."""
+    """Several agent workers were lost with the same loops, which may have caused it."""
 
 
 class SupervisorFailed(RolloutError):  # noqa: N818
@@ -143,11 +143,11 @@ class ConnectionLost(WeightSyncError):  # noqa: N818
 
 
 class DigestMismatch(WeightSyncError):  # noqa: N818
-    """A received bucket differs from the one that was sent; it was not loaded."""
+    """A received bucket differs from the sent one; it was not loaded."""
 
 
 def clear_text(error: BaseException) -> str:
-    """The message of an error for people: our own and plain ones as they are, others with their type in front."""
+    """The message of an error for the user: megarl's own and plain ones unchanged, others with their type in front."""
     clear = isinstance(error, RolloutError | TimeoutError | ValueError)
     return str(error) if clear and str(error) else f"{type(error).__name__}: {error}"
 
@@ -167,7 +167,7 @@ FIRST_PROMPT = "first prompt"  # begins its name in `Findings.seen`
 
 @dataclass
 class Findings:
-    """Lists of what one check has found, or several.
+    """The findings of one or several checks.
 
     `problems` refuse the start, as `key: what is wrong; how to fix it`; `warnings` are shown at a start and in a dry
     run; `notes` in a dry run only: what it has not checked, or what the run will leave out. `seen`: (name, value) of
@@ -180,7 +180,7 @@ class Findings:
     seen: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, other: Findings) -> None:
-        """Add what another check has found, each text once."""
+        """Add the findings of another check, each text once."""
         for own, new in (
             (self.problems, other.problems),
             (self.warnings, other.warnings),
@@ -190,7 +190,7 @@ class Findings:
         self.seen += other.seen
 
     def tell_start(self, stream: TextIO) -> None:
-        """Write what a start shows: a line of each set and reward, then the warnings."""
+        """Write the output of a start: a line for each set and reward, then the warnings."""
         shown = [f"{name}: {value}" for name, value in self.seen if not name.startswith(FIRST_PROMPT)]
         stream.writelines(f"megarl: {line}\n" for line in [*shown, *(f"warning: {each}" for each in self.warnings)])
 

@@ -58,7 +58,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file at once as a whole. Raises OSError, and leaves nothing else behind."""
+    """Replace a whole file atomically. Raises OSError, and leaves nothing else behind."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(content)

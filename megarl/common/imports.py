@@ -1,4 +1,4 @@
-"""Imports what a config names: the functions and classes of users."""
+"""Imports the users' functions and classes that a config names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 def imported(path: str, what: str) -> Any:  # noqa: ANN401  # whatever a user has defined there
     """Return what the import path `package.module:name` names; the name may have dots. `what`: its place, for messages.
 
-    Raises ValueError with the cause, and with the line of the user's module that has failed.
+    Raises ValueError with the cause, and with the failing line of the user's module.
     """
     module, _, name = path.partition(":")
     try:

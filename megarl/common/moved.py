@@ -1,4 +1,4 @@
-"""Finds modules under their names in 0.1.0: those of docs/reference/api.md, and those that a config can name."""
+"""Finds the modules of docs/reference/api.md, and those that a config can name, under their names in 0.1.0."""
 
 from __future__ import annotations
 

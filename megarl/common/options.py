@@ -1,4 +1,4 @@
-"""The base class of what a user may set: config sections, and the options of a loss or of an advantage."""
+"""The base class of a user's settings: config sections, and the options of a loss or an advantage."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ class DemonstrationEncoder:
 def end_token(tokenizer: PreTrainedTokenizerBase, stops: Collection[int]) -> int:
     """Return the token that ends a demonstration, one of `stops`, which end a response of the model.
 
-    It is the one that ends an assistant's turn in the chat template, or else the tokenizer's EOS, or the lowest of all.
+    It is the token that ends an assistant's turn in the chat template, or else the tokenizer's EOS, or the lowest of
+    all.
     """
     wanted = [*sorted(end_of_turn_ids(tokenizer)), tokenizer.eos_token_id, *sorted(stops)]
     return next(int(token) for token in wanted if token in stops)

@@ -97,8 +97,8 @@ class GatewayClient:
             ) from error
         if status == 404:
             raise GatewayLost(
-                f"the gateway at {self.base_url} has no session {session}: another gateway has taken its place, or nobody "  # noqa: E501
-                "used the session for too long (twice timeouts.generate_s)"
+                f"the gateway at {self.base_url} has no session {session}: another gateway has replaced that one, or "
+                "the session was unused for too long (twice timeouts.generate_s)"
             )
         if status != 200:
             raise RolloutError(

@@ -34,7 +34,7 @@ from megarl.rollout.engine.messages import GenerateResult
 
 logger = logging.getLogger(__name__)
 
-# `act(base_url, token, session, row)`; what it returns is the sample's reward, None if the reward function tells it.
+# `act(base_url, token, session, row)`; it returns the sample's reward, or None if the reward function gives it.
 Act = Callable[..., Awaitable[float | RewardResult | None]]
 
 

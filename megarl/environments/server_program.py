@@ -23,9 +23,8 @@ def end_with_the_run() -> None:
 
 
 def on_this_machine(environment: dict[str, Any]) -> dict[str, Any]:
-    """Return verifiers' EnvConfig with a process of this machine for each role of which nobody says where it runs.
-
-    verifiers itself would take a sandbox of Prime Intellect's. Roles are `agent`, or what the environment calls them.
+    """Return verifiers' EnvConfig with a process of this machine for each role without a configured place, for which
+    verifiers would take a sandbox of Prime Intellect's. Roles are `agent`, or what the environment calls them.
     """
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import env_config_type

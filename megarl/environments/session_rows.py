@@ -12,7 +12,7 @@ from megarl.queue.trajectory import FinishReason, VersionSpan
 
 
 class SessionTurn(msgspec.Struct, frozen=True):
-    """One turn of a session, as `GET /v1/sessions/ID` tells it. `prompt_ids`: all tokens before the response.
+    """One turn of a session, as `GET /v1/sessions/ID` returns it. `prompt_ids`: all tokens before the response.
 
     Of a chat's turn there are also the `messages` after the turn that it continues, and the `calls` of its response.
     """

@@ -100,7 +100,7 @@ class Verifiers:
         return rows
 
     async def close(self) -> None:
-        """End the environment's process. It ends by itself with the process of the loop."""
+        """End the environment's process. It also ends on its own with the process of the loop."""
         if self._server is not None:
             await self._server.close()
 

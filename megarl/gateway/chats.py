@@ -45,7 +45,7 @@ class TextStream:
         self._sent = ""
 
     def piece(self, text: str) -> str:
-        """Return what can be sent besides what was sent before. `text`: of all tokens so far."""
+        """Return what can be sent in addition to what was sent before. `text`: of all tokens so far."""
         sure, stopped = cut_at(text, self._stops)
         if not stopped:
             sure = sure.rstrip(_UNFINISHED)

@@ -87,9 +87,8 @@ class Exchange:
 
 @contextmanager
 def exchange_in(sessions: Sessions, name: str | None, pool: ControllerClient, timeout_s: float) -> Iterator[Exchange]:
-    """Give the exchange of a request in the session `name`, if it has one. Responses that nobody has taken are dropped.
-
-    The session keeps that the request has met a bound, by which the run knows why its agent then fails. Raises as
+    """Give the exchange of a request in the session `name`, if it has one. Responses that were not collected are
+    dropped. The session records that the request met a bound, so the run knows why its agent fails. Raises as
     `Sessions.using`.
     """
     with nullcontext() if name is None else sessions.using(name, time.monotonic()) as session:

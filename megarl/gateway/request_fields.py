@@ -1,7 +1,7 @@
 """Reads the fields of HTTP requests, the sampling parameters among them. Pure.
 
 A field that the gateway does not know is refused by name: it may change the response, and a harness must not train on
-samples of another distribution than the one that it asked for. A null, and a field without an effect, is accepted.
+samples of another distribution than it asked for. A null, and a field without an effect, is accepted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RUN_SESSIONS = "megarl-"  # begins the names of the sessions of a run's own samp
 
 
 class ApiError(Exception):
-    """A request cannot be answered. `field` is the one that is wrong, `code` a name for programs."""
+    """A request cannot be answered. `field` is the wrong field, `code` a name for programs."""
 
     def __init__(
         self, status: int, message: str, *, kind: str = "invalid_request_error", field: str | None = None,
@@ -53,8 +53,8 @@ def too_many(message: str) -> ApiError:
 def no_session() -> ApiError:
     """Return the error of a session that is not there."""
     reason = (
-        "there is no such session: it never began, was ended, nobody used it for too long (twice timeouts.generate_s), "
-        f"or its gateway has died; nothing but PUT opens one whose name begins with {RUN_SESSIONS!r}"
+        "there is no such session: it never began, was ended, was unused for too long (twice timeouts.generate_s), or "
+        f"its gateway has died; only PUT opens one whose name begins with {RUN_SESSIONS!r}"
     )
     return ApiError(404, reason, code="session_not_found")
 

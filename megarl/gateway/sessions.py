@@ -23,11 +23,10 @@ from megarl.gateway.token_route import finite, version_spans
 from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
 
-# Keys of the beginnings of a conversation, by which a recorded turn of the model is found again. Pure.
-#
-# A key stands for all messages up to one, and for what the prompt depends on besides them. Clients send the model's
-# turns back in slightly other forms than they got them: nulls are left out, arguments of tool calls are written again,
-# white space around a text is lost. Such forms have the same key.
+# Keys of the beginnings of a conversation, by which a recorded turn of the model is found again. Pure. A key stands for
+# all messages up to one, and for whatever else the prompt depends on. Clients send the model's turns back in slightly
+# other forms than they got them: nulls are left out, arguments of tool calls are written again, white space around a
+# text is lost. Such forms have the same key.
 
 ChatMessage = Mapping[str, Any]
 
@@ -37,7 +36,7 @@ _FIELDS = ("role", "content", "name", "tool_call_id", "reasoning_content")
 
 
 def root_key(*parts: object) -> str:
-    """Return the key of a conversation without messages. `parts`: what its prompt depends on besides them, as JSON."""
+    """Return the key of a conversation without messages. `parts`: whatever else its prompt depends on, as JSON."""
     return _digest("", parts)
 
 
@@ -220,11 +219,11 @@ def session_content(session: GatewaySession) -> dict[str, Any]:
 
 
 class Sessions:
-    """All sessions: `most` at once, `most_tokens` in all; one that nobody has used for `idle_s` is forgotten."""
+    """All sessions: `most` at once, `most_tokens` in all; one that was unused for `idle_s` is forgotten."""
 
     def __init__(self, most: int, most_tokens: int, idle_s: float) -> None:
         self._most, self._most_tokens, self._idle_s = most, most_tokens, idle_s
-        self._sessions: dict[str, GatewaySession] = {}  # the one that was used last at the end
+        self._sessions: dict[str, GatewaySession] = {}  # the most recently used at the end
         self.tokens = 0
 
     def __len__(self) -> int:
@@ -279,8 +278,8 @@ class Sessions:
             )
         if name not in self._sessions and len(self._sessions) >= self._most:
             raise too_many(
-                f"there are {self._most} sessions (gateway.max_sessions), all used within {self._idle_s:.0f} s: end those "  # noqa: E501
-                "that are finished by DELETE /v1/sessions/ID"
+                f"there are {self._most} sessions (gateway.max_sessions), all used within {self._idle_s:.0f} s: end "
+                "those that are finished by DELETE /v1/sessions/ID"
             )
 
     def count(self, session: GatewaySession, turn: RecordedTurn, now: float) -> None:
@@ -296,7 +295,7 @@ class Sessions:
         del self._sessions[name]
 
     def expire(self, now: float) -> list[str]:
-        """Forget the sessions that nobody has used for too long; return their names."""
+        """Forget the sessions that were unused for too long; return their names."""
         ended = []
         for name, session in list(self._sessions.items()):
             if now - session.used_at <= self._idle_s:

@@ -86,7 +86,7 @@ class ModelText:
         return await self._run(find)
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token by itself."""
+        """Return the text of each token alone."""
         return await self._run(
             lambda: self._tokenizer.batch_decode([[each] for each in ids], clean_up_tokenization_spaces=False)
         )

@@ -1,4 +1,4 @@
-"""The token that clients of the gateway send, and the file that tells them where the gateway is."""
+"""The token that clients of the gateway send, and the file with the gateway's address."""
 
 from __future__ import annotations
 

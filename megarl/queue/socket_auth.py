@@ -1,7 +1,7 @@
 """Locks the sockets of TransferQueue 0.1.11 with ZMQ CURVE: a message is read only from a process of the run.
 
-TransferQueue unpickles what it receives (serial_utils.py), so that whoever reaches one of its ports could run code in
-the process behind it. `lock` replaces `create_zmq_socket` (zmq_utils.py), through which the library makes all of its
+TransferQueue unpickles what it receives (serial_utils.py), so anyone who reaches one of its ports could run code in the
+process behind it. `lock` replaces `create_zmq_socket` (zmq_utils.py), through which the library makes all of its
 sockets. ROUTER sockets, which the controller and the storage units bind, take the server's key and admit one public key
 only, that of the run's clients; DEALER sockets, which connect, take the clients' key. libzmq checks the keys in the
 handshake and every later frame against them, before Python sees anything of it. Both key pairs derive from the run's
@@ -84,7 +84,7 @@ def create_locked_socket(
         if socket_type == zmq.ROUTER:
             _answer_for(ctx)
             socket.zap_domain = DOMAIN
-            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # a client about whom nobody answers is refused
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # a client without a verdict is refused
             socket.curve_secretkey = key_pair("server").secret
             socket.curve_server = 1
         elif socket_type == zmq.DEALER:

@@ -41,7 +41,7 @@ _ANSWER = TypeAdapter(RewardAnswer)
 
 
 def encode_answer(answer: RewardAnswer) -> bytes:
-    """Return the bytes of an answer; one that would be too long becomes an answer that says so."""
+    """Return the bytes of an answer; a too long one becomes an error that says so."""
     encoded = json_bytes(asdict(answer))
     if len(encoded) <= MAX_ANSWER_BYTES:
         return encoded

@@ -91,7 +91,7 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class RewardOutcome(RewardResult):
-    """The reward of one sample; `error` is None, or tells why there is none.
+    """The reward of one sample; `error` is None, or the reason why there is none.
 
     `score` is then `reward.on_error`, and 0 with `drop`, where `dropped` is true: the sample must not be trained on.
     `redone`: how often it was scored again because its process had ended.

@@ -19,7 +19,7 @@ _DEVICE_LINKS = (("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout
                  ("stderr", "/proc/self/fd/2"), ("shm", SCRATCH))  # fmt: skip
 
 # Runs in the program's own interpreter, before it. bubblewrap binds its processes to each other only late in their
-# start: if its parent is killed earlier, nothing kills them all, but then nobody gives the permission.
+# start: if its parent is killed earlier, nothing kills them all, but then the permission never comes.
 _START = f"""
 import os, sys
 if not os.read(int(sys.argv[1]), 1):

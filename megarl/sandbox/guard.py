@@ -1,8 +1,8 @@
 """Ends what a killed process leaves of the sandboxes that it was starting; a program of its own, which imports nothing.
 
-bubblewrap's processes end with the one that started them, but only once they have asked the kernel for it: one that is
-just being started stays if that process is killed. The guard has the reading end of a pipe whose writing end only that
-process has. When the pipe closes, it kills every bubblewrap whose command line has the process's mark, and ends.
+bubblewrap's processes end with their starter, but only once they have asked the kernel for it: one that is just being
+started stays if that process is killed. The guard has the reading end of a pipe whose writing end only that process
+has. When the pipe closes, it kills every bubblewrap whose command line has the process's mark, and ends.
 """
 
 from __future__ import annotations

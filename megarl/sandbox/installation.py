@@ -77,7 +77,7 @@ def _packaged_bwrap() -> str | None:
 
 
 def id_of_slot(pid: int, slot: int) -> int:
-    """Return a user id that nobody has, of its own for each run that can be made at the same time on this host.
+    """Return an unused user id, a different one for each concurrent run on this host.
 
     The kernel counts the processes of a user, so two runs under one id could starve each other.
     """

@@ -68,5 +68,5 @@ class RunResult:
 
     @property
     def ok(self) -> bool:
-        """Return whether the program ended by itself, with status 0."""
+        """Return whether the program ended on its own, with status 0."""
         return self.status == 0 and self.limit is None

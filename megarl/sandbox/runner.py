@@ -107,7 +107,7 @@ class Sandbox:
 
         def work() -> RunResult:
             if not began.set_running_or_notify_cancel():
-                raise SandboxError("nobody waits for the program any more")
+                raise SandboxError("the program is no longer awaited")
             began.set_result(None)
             return self._run(source, stdin.encode("utf-8", "replace"), None, timeout_s, cancellation)
 

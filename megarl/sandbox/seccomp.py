@@ -93,7 +93,7 @@ _FIRST_UNKNOWN = 442  # calls that are newer than the tables: libc tries them fi
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of processor: AUDIT_ARCH, as the kernel tells it to a filter, and the numbers of the calls."""
+    """A kind of processor: AUDIT_ARCH, as the kernel passes it to a filter, and the numbers of the calls."""
 
     audit: int
     calls: Mapping[str, int]

@@ -296,7 +296,7 @@ class SupervisedRun:
             return bool(waiting.select(END_S))
 
     def _read_rest(self) -> None:
-        """Read to the end what the processes had written; nobody can write any more."""
+        """Read to the end what the processes had written; none can write any more."""
         for key in list(self._selector.get_map().values()):
             if key.data in self._texts:
                 while self._read(key.fd, key.data):

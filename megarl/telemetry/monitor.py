@@ -1,8 +1,8 @@
 """The state machine of alarms: the values of a step in, alarms out. Pure: no clock, no processes.
 
-A rule is judged once a step, for each subject of which its value is known: the run, or one replica. After `patience`
-judged steps in a row beyond the threshold an alarm begins. It ends when the value is better than the threshold by the
-hysteresis; until then every step beyond the threshold is an alarm, without patience.
+A rule is judged once a step for each subject (the run, or a replica) with a known value. After `patience` judged steps
+in a row beyond the threshold an alarm begins. It ends when the value is better than the threshold by the hysteresis;
+until then every step beyond the threshold is an alarm, without patience.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megarl.config.schema.monitor import Side
 
 # Finds the replica whose log-probs differ from the trainer's by more than those of the others, at equal lag. Pure.
 #
-# Tokens of older weights differ more, and a slow replica has more of them. So the gap that is expected of a replica is
-# what the others have at its own lags, weighted with its own tokens (direct standardisation). Of the others the median
-# counts, so that a second sick replica does not hide the first.
+# Tokens of older weights differ more, and a slow replica has more of them. So a replica's expected gap is that of the
+# others at its own lags, weighted with its own tokens (direct standardisation). The median of the others counts, so a
+# second faulty replica does not hide the first.
 
 Means = tuple[int, float]  # (tokens, mean |engine - trainer| of them)
 
@@ -41,7 +41,7 @@ class ReplicaGap:
 
 
 def compare_replicas(by_replica: Mapping[int, Mapping[int, Means]], min_tokens: int) -> dict[int, ReplicaGap]:
-    """Return the comparison of each replica that has `min_tokens` tokens at lags at which another one has as many.
+    """Return the comparison of each replica with `min_tokens` tokens at lags where another has as many.
 
     `by_replica[replica][lag]`: its tokens of that lag.
     """
@@ -67,7 +67,7 @@ def _of_others(by_replica: Mapping[int, Mapping[int, Means]], replica: int, lag:
     return statistics.median_low(means) if means else None
 
 
-HYSTERESIS = 0.1  # the share of the threshold by which a value must be better than it for the alarm to end
+HYSTERESIS = 0.1  # an alarm ends when the value is better than the threshold by this share of it
 RUN = -1  # the subject of rules that are not about a replica
 
 
@@ -86,7 +86,7 @@ class AlarmRule:
         return value > self.threshold if self.side == "above" else value < self.threshold
 
     def recovered(self, value: float) -> bool:
-        """Return whether a value is so good that an alarm ends."""
+        """Return whether a value is good enough to end an alarm."""
         if self.side == "above":
             return value <= self.threshold * (1.0 - HYSTERESIS)
         return value >= self.threshold * (1.0 + HYSTERESIS)
@@ -138,8 +138,8 @@ class Monitor:
     def judge(self, readings: Sequence[Reading]) -> list[Alarm]:
         """Judge the values of one step and return the alarms, in the order of the readings.
 
-        A value that is NaN, or of a rule that is not there, is not judged. Each rule must have at most one reading for
-        each subject; raises ValueError for a second one.
+        NaN, and values of rules that do not exist, are not judged. Each rule must have at most one reading for each
+        subject; raises ValueError for a second one.
         """
         known = [each for each in readings if each.rule in self.rules and not math.isnan(each.value)]
         places = [(each.rule, each.subject) for each in known]
@@ -169,7 +169,7 @@ class Monitor:
         return sorted(place for place, track in self._tracks.items() if track.active)
 
     def forget(self, subject: int) -> None:
-        """Judge a replica from the beginning: another engine has its index."""
+        """Restart judging a replica: a new engine has its index."""
         self._tracks = {place: track for place, track in self._tracks.items() if place[1] != subject}
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -180,7 +180,7 @@ class Monitor:
         ]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a stored state; what belongs to rules that are not there any more is dropped."""
+        """Continue from a stored state; the state of removed rules is dropped."""
         self._tracks = {
             (each["rule"], each["subject"]): _Track(each["steps"], each["active"])
             for each in state

@@ -95,7 +95,7 @@ class DescribedFunction:
         return {key: value for key, value in schema.items() if key != "title"} | {"type": "object"}
 
     def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments converted to their types; raises ValueError, which tells the model what is wrong."""
+        """Return the arguments converted to their types; raises ValueError with a message for the model."""
         try:
             model = self.arguments.model_validate(arguments)
         except ValidationError as error:
@@ -122,7 +122,7 @@ def describe(path: str, function: Callable[..., object], bound: Mapping[str, Any
     summary = inspect.getdoc(function)
     if not summary:
         raise ValueError(
-            f"the tool function {path!r} has no docstring: write one, it tells the model what the tool does"
+            f"the tool function {path!r} has no docstring: write one, from which the model learns what the tool does"
         )
     signature = inspect.signature(function)
     if unknown := sorted(set(bound) - set(signature.parameters)):

@@ -116,7 +116,7 @@ class PythonTool:
 
 
 def shown(result: RunResult) -> str:
-    """Return what the model reads about a run: its output, its errors, and how it ended if that was not by itself."""
+    """Return what the model reads about a run: its output, its errors, and how it ended unless it ended normally."""
     parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n")]
     if result.limit is not None:
         parts.append(f"error: {_ENDED[result.limit]}")

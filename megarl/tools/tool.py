@@ -28,7 +28,7 @@ def bounded(text: str, limit: int = MAX_CHARACTERS) -> str:
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """The outcome of a call of a tool. `error`: the call failed, and `text` tells the model why."""
+    """The outcome of a call of a tool. `error`: the call failed, and `text` says why, for the model."""
 
     text: str
     error: bool = False

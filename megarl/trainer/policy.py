@@ -159,7 +159,7 @@ class Policy:
         freeze_vision(chunks, self.config.model.vision.train)
 
         def read(image: ImageRef) -> Tensor:
-            assert self.read_patches is not None, "nobody has said where pixels come from"
+            assert self.read_patches is not None, "no source of pixels was set"
             return self.read_patches(image)
 
         return ImagePacker(tower.merge, tower.patch_size, read)

@@ -187,12 +187,12 @@ def test_a_job_is_submitted_with_data_that_are_here_and_the_dry_run_says_what_it
     message = " ".join(capfd.readouterr().err.split())
     assert "not here" not in message
     left = "tokenizer and chat template, lengths of the prompts, weights, the checkpoint to resume from"
-    assert message.endswith(f"note: left to the start where the run will be: {left}")
+    assert message.endswith(f"note: not checked here, only where the run starts: {left}")
     (tmp_path / "prompts.jsonl").rename(tmp_path / "elsewhere")
     assert main.main([*slurm, "--dry-run"]) == 0
     message = " ".join(capfd.readouterr().err.split())
     assert f"needed where the run starts: data.path ({tmp_path / 'prompts.jsonl'})" in message
-    assert "reward.function: imported and not called, because data.path is not here" in message
+    assert "reward.function: imported but not called, because data.path is not here" in message
 
 
 def test_a_reward_that_may_fail_is_a_warning_and_the_job_is_submitted(

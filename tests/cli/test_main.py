@@ -118,4 +118,4 @@ def test_overrides_may_stand_on_both_sides_of_an_option(
             main.main(["train", "--config", str(path), "run.steps=3", "--dry-run", unknown])
         said = capsys.readouterr().err
         assert f"unrecognized arguments: {unknown}" in said
-        assert "set by section.key=value alone" in said
+        assert "set a key of the config as section.key=value" in said

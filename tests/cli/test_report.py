@@ -49,7 +49,7 @@ def test_mistakes_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[
     mistakes = {
         "there is no run directory": [str(tmp_path / "absent")],
         "neither metrics.jsonl nor config.yaml": [str(run), str(tmp_path / "empty")],
-        "9 runs are given, and 8": [str(run)] * 9,
+        "9 runs given; at most 8": [str(run)] * 9,
         "cannot be written": [str(run), "--out", str(tmp_path / "absent" / "page.html")],
     }
     for message, arguments in mistakes.items():

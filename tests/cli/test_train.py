@@ -120,7 +120,11 @@ def test_a_recipe_is_planned_from_any_directory(
     monkeypatch.chdir(tmp_path)
     assert main.main(["train", "--config", str(recipe), "run.steps=777", "--dry-run"]) == 0
     reported = capsys.readouterr()
-    assert "steps: 777" in reported.out and "planned by model.shape; not here" in reported.out and reported.err == ""
+    assert (
+        "steps: 777" in reported.out
+        and "planned by model.shape; not on this machine" in reported.out
+        and reported.err == ""
+    )
 
 
 def test_a_run_that_has_finished_is_not_started_again(

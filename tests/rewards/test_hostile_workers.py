@@ -49,7 +49,7 @@ def ended(path: Path) -> bool:
     ("attack", "sent"),
     [
         ("flood", "a message of 2021161080 bytes"),
-        ("garbage", "a message that is no answer"),
+        ("garbage", "a message that is not an answer"),
         ("forge", "an answer for sample 1000000"),
         ("forge_nan", "an answer with the score nan"),
     ],

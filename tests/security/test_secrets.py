@@ -131,7 +131,7 @@ def test_missing_variables_and_literal_secrets_are_reported_before_the_start(
     config = config_with(tmp_path, reward={"kwargs": {"url": REFERENCE, "api_key": SECRET}})
     one, two = secret_problems(config, here=True)
     assert one == "reward.kwargs.url: the environment variable JUDGE_KEY is not set; export it before the start"
-    assert two.startswith("reward.kwargs.api_key: by its name a secret") and SECRET not in two
+    assert two.startswith("reward.kwargs.api_key: its name says that it is a secret") and SECRET not in two
     assert list(secret_problems(config, here=False)) == [two]
     (tmp_path / "env.yaml").write_text("env_vars: {JUDGE_KEY: x}\n")
     config = config_with(

@@ -15,9 +15,9 @@ _HEAD = f"""# What can be shown without a GPU
 
 <!-- Generated from benchmarks/results/learning.json by `make docs`; do not edit. -->
 
-Real runs on two CPU cores: Megatron-Core trains a Qwen3 of 0.43 M parameters, one vLLM engine samples. They show
-what is learned and what a fault costs; [benchmarks](benchmarks.md) measure speed. One command makes all numbers of
-this page, and one draws it:
+Real runs on two CPU cores: Megatron-Core trains a Qwen3 of 0.43 M parameters, one vLLM engine samples. They show what
+a run learns and what a fault costs; [benchmarks](benchmarks.md) measure speed. One command makes all numbers of this
+page, and another draws it:
 
 ```
 . .venv/bin/activate
@@ -25,47 +25,47 @@ python -m benchmarks.learning
 make docs
 ```
 
-It adds each run to `benchmarks/results/learning.json` and makes only those that are not there yet. Each run has
-{STEPS} steps of {GROUPS} groups of 8 samples, and answers {HELD_OUT} held-out problems before and after, greedily and
-sampled at temperature 1. The warm-started model and the held-out problems are the same in all runs, and so are the
-random numbers of the samples for one seed. They were made on two kinds of CPU, which round differently.
+The first adds each run to `benchmarks/results/learning.json` and skips those already there. Each run has {STEPS} steps
+of {GROUPS} groups of 8 samples, and answers {HELD_OUT} held-out problems before and after, greedily and sampled at
+temperature 1. All runs of a task have the same held-out problems, and runs of one seed the same random numbers for
+sampling. The warm start has one seed too, but the runs were made on different CPUs, which round differently.
 
 ## Modes, staleness and correction
 
-The task of the [quickstart](quickstart.md). All settings but `admission` and `algorithm.correction` are equal.
-"async 4" is `admission.mode: async` with `sync_interval: 1` and `max_staleness: 4`; it corrects by the default,
-truncated importance sampling of tokens. "uncorrected" has `algorithm.correction: {{kind: none}}`: PPO's ratio is
-that to the engine's log-probs.
+The task of the [quickstart](quickstart.md). Only `admission` and `algorithm.correction` differ. "async 4" is
+`admission.mode: async` with `sync_interval: 1` and `max_staleness: 4`, and the default correction, truncated importance
+sampling of tokens. "uncorrected" has `algorithm.correction: {{kind: none}}`: PPO's ratio is relative to the engine's
+log-probs.
 
 ![Mean reward of each step by mode, and by bound of staleness](images/results_modes.svg)
 
 """
 _MODES = f"""
-Reward at the end: mean of the last {LAST} steps. Staleness: updates between the weights of a sample's oldest token
-and the update that trains it. ESS and KL compare the trained policy with the one that has sampled, at their worst
-step. The columns are means over the seeds; with several, brackets have the least and the largest. In the pictures a
-triangle marks a step with a value beyond the axis.
+Reward at the end: mean of the last {LAST} steps. Staleness: updates between the weights of a sample's oldest token and
+the update that trains it. ESS and KL compare the trained policy with the sampling policy, at their worst step. Columns
+are means over the seeds, with the least and the largest in brackets. Triangles in the pictures mark values beyond the
+axis.
 
-What an asynchronous run trains in its first steps was all sampled by the first weights, so a larger bound learns later
-in the same number of steps. With the correction the sampled accuracy at the end does not depend on the bound, and the
-reward hardly; without it both are lower the larger the bound is. What a mode gains in time is in
-[benchmarks](benchmarks.md#asynchronous-training).
+The first steps of an asynchronous run train only on samples of the first weights, so a run with a larger bound learns
+later. With the correction, the final sampled accuracy does not depend on the bound, and the reward hardly does.
+Without it both fall as the bound grows. [Benchmarks](benchmarks.md#asynchronous-training) show what each mode gains in
+time.
 
 ![Effective sample size and KL by bound of staleness](images/results_mismatch.svg)
 
 ## An agent with and without its tool
 
-The task of `make agents`: products for which the model can call a calculator. At first it guesses, and calls it in one
-of five samples. Without the tool the same model has one turn, and only guesses are left. The answer has to be in a box
-(`require_box`), because `math` also takes the expression of a call, such as 733*78, for its value.
+The task of `make agents`: multiplication with a calculator as a tool. At first the model guesses, and calls the tool
+in one of five samples. Without the tool it has one turn and can only guess. The answer must be in a box
+(`require_box`), because `math` would also accept the expression of a call, such as 733*78.
 
 """
 _RECOVERY = """
 ## Recovery after faults
 
 The soak's run (asynchronous, two engines, a checkpoint every five steps; [benchmarks](benchmarks.md#the-soak))
-under one fault after another. A fault is over when the run has gone on for two steps, or all engines serve again.
-What each fault costs in general is in [faults](reference/faults.md).
+under one fault after another. A fault is over when the run has made two more steps, or all engines serve again.
+[Faults](reference/faults.md) lists what each fault costs in general.
 
 """
 
@@ -126,9 +126,9 @@ def _recovery(results: Results) -> Iterator[str]:
         yield f"Not made yet: `python -m benchmarks.learning --only recovery` ({FAULTS.replace(',', ', ')}).\n"
         return
     yield "![Steps and faults on one time line](images/results_recovery.svg)\n\n"
-    yield "| fault | at | over after | steps made again |\n|---|---|---|---|\n"
+    yield "| fault | at | over after | steps repeated |\n|---|---|---|---|\n"
     for fault in results.recovery.faults:
         yield f"| `{fault.name}` | {fault.at_s:.0f} s | {fault.recovered_s:.0f} s | {fault.redone_steps} |\n"
     silent = f"{results.recovery.rpc_s:g}"
     yield f"\nMade by `python -m benchmarks.learning --only recovery --rpc-s {silent}`, alongside other work on two\n"
-    yield f"cores. What hangs is lost after `timeouts.rpc_s`, {silent} s here; what is killed, at once.\n"
+    yield f"cores. A hanging part is lost after `timeouts.rpc_s`, {silent} s here; a killed one at once.\n"

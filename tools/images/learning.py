@@ -32,7 +32,7 @@ def learning_pictures() -> dict[str, str]:
         (low, _), (_, top) = (ends([value for curve in of for run in curve.runs for value in run]) for of in (ess, k3))
         low = math.floor(low * 50) / 50
         made["results_mismatch.svg"] = panels(
-            "The policy that is trained and the one that has sampled", "Effective sample size and KL by bound.",
+            "The trained policy and the sampling policy", "Effective sample size and KL by bound.",
             _footer(results, "additions"),
             [
                 Panel("effective sample size; dashed: uncorrected", ess, low, 1.0, lambda value: f"{value:.3f}"),
@@ -43,7 +43,7 @@ def learning_pictures() -> dict[str, str]:
     if agents := _curves(results, "calculator", tools, _rewards):
         calls = _curves(results, "calculator", tools, lambda run: run.tool_calls)
         made["results_agents.svg"] = panels(
-            "An agent with and without its tool", "The reward rises with the calculator only.",
+            "An agent with and without its tool", "The reward rises only with the calculator.",
             _footer(results, "calculator"),
             [_share("mean reward", agents), Panel("calls of the tool per sample", calls, 0.0, 2.0, "{:.1f}".format)],
         )  # fmt: skip
@@ -72,7 +72,7 @@ def _curves(results: Results, task: str, names: Sequence[tuple[str, bool]], of: 
 
 def _footer(results: Results, task: str) -> str:
     seeds = sorted({run.seed for run in results.runs if run.task == task})
-    return f"python -m benchmarks.learning; seeds {', '.join(map(str, seeds))}: mean, and range of several"
+    return f"python -m benchmarks.learning; seeds {', '.join(map(str, seeds))}: mean and range"
 
 
 # The recovery on one time line: the reward of each step, a mark at the end of each, and a bar for each fault.
@@ -100,7 +100,7 @@ def _recovery(recovery: Recovery) -> str:
         points = " ".join(f"{number(across(seconds))},{number(up(reward))}" for seconds, reward in shown)
         yield tag("polyline", points=points, class_="line-first", stroke_width="2", stroke_linejoin="round")
         yield text(16, STEPS + 4, "steps", "strong")
-        yield text(16, STEPS + 20, "short: made again", "quiet")
+        yield text(16, STEPS + 20, "short: repeated", "quiet")
         for times, color, half in ((recovery.redone, "quiet", 4), (recovery.steps, "third", 8)):
             for x in map(number, map(across, times)):
                 yield tag("line", x1=x, x2=x, y1=str(STEPS - half), y2=str(STEPS + half), class_=f"line-{color}")
@@ -112,7 +112,7 @@ def _recovery(recovery: Recovery) -> str:
             yield text(16, y + 12, fault.name, "strong")
             size = {"x": number(start), "y": str(y), "width": number(max(3.0, stop - start)), "height": "15", "rx": "3"}
             yield tag("rect", class_="fill-second", **size)
-            again = f", steps made again: {fault.redone_steps}" if fault.redone_steps else ""
+            again = f", steps repeated: {fault.redone_steps}" if fault.redone_steps else ""
             words = f"{fault.recovered_s:.0f} s{again}"
             late = stop > width * 0.75
             yield text(start - 8 if late else stop + 8, y + 12, words, "quiet", "end" if late else "start")
@@ -124,7 +124,7 @@ def _recovery(recovery: Recovery) -> str:
     names = ", ".join(f"{each.name} {each.recovered_s:.0f} s" for each in recovery.faults)
     command = f"python -m benchmarks.learning --only recovery --rpc-s {recovery.rpc_s:g}"
     return document(
-        width, below + 64, "A run under faults", f"Seconds until the run had gone on: {names}.",
-        text(16, 28, "A run under faults: its steps, and the time until it had gone on", "title"), *steps(), *bars(),
+        width, below + 64, "A run under faults", f"Seconds until the run had recovered: {names}.",
+        text(16, 28, "A run under faults: its steps, and the time to recover", "title"), *steps(), *bars(),
         text(width - 14, below + 52, command, "quiet", "end"),
     )  # fmt: skip

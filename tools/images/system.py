@@ -94,13 +94,13 @@ SYSTEM = SystemMap(
             "The loop", "1  take a batch", "2  advantages", "3  update", "4  publish the weights", "5  evaluate, save",
         ), copies=3),
         Box("engines", 640, 84, 312, 84, "Engine replicas", (
-            "vLLM; sample and keep what is in flight", "while weights are exchanged",
+            "vLLM; requests in flight wait", "while weights are exchanged",
         ), copies=3),
         Box("controller", 640, 248, 320, 74, "Rollout controller", (
             "admission, bound on staleness, prompts,", "rewards, evaluation, journal",
         )),
         Box("queue", 434, 248, 130, 180, "TransferQueue", (
-            "", "one row for", "each trajectory,", "one column for", "each field",
+            "", "one row for", "each trajectory",
         )),
         Box("workers", 640, 372, 212, 74, "Agent workers", ("agent loops, tools, rewards", "(optional)"), copies=2),
         Box("gateway", 872, 372, 92, 74, "Gateway", ("HTTP", "(optional)")),

@@ -1,4 +1,4 @@
-"""Corrections for tokens that another policy sampled than the one that is updated: weights and masks of token losses.
+"""Off-policy corrections: weights and masks for the losses of tokens that another policy sampled.
 
 Three policies meet in an update: the one that sampled (the engine's log-probs; of older weights if generation ran
 ahead, and of another implementation in any case), the proximal one (the trainer's before the first update of the step)

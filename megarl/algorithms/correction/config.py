@@ -37,14 +37,14 @@ CAPPED, BANDED = ("token_tis", "sequence_tis"), ("icepop", "sequence_mis")
 
 
 class MaskConfig(Section):
-    """Tokens, or whole sequences, that take no part because the two policies are too far apart there."""
+    """Leaves out tokens or whole sequences on which the two policies are too far apart."""
 
     kind: MaskKind = Field(
         ...,
-        description="What is bounded. token, sequence, geometric: p / q of the token, its product over the sequence, "
-        "its geometric mean. The others are verl's, by name and bounds: an estimate of KL(q to p), k1 = log(q / p), "
-        "k2 = log(p / q)^2 / 2 or k3 = p / q - 1 - log(p / q), of the token or as sum, mean or maximum over the "
-        "sequence.",
+        description="The bounded quantity. token, sequence, geometric: p / q of the token, its product over the "
+        "sequence, its geometric mean. The others are verl's, by name and bounds: an estimate of KL(q to p), k1 = "
+        "log(q / p), k2 = log(p / q)^2 / 2 or k3 = p / q - 1 - log(p / q), of the token or as sum, mean or maximum "
+        "over the sequence.",
     )
     low: float | None = Field(
         None,
@@ -63,35 +63,36 @@ class MaskConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Correction of the policy loss for tokens that older weights, or the engine's arithmetic, have sampled."""
+    """Correction of the policy loss for tokens that older weights, or the engine's arithmetic, sampled."""
 
     kind: Literal["auto", WeightKind] = Field(
         "auto",
-        description="Each token's policy loss times a weight; q is the engine's probability of the token, p the "
-        "trainer's before the first update of the step, which then is the denominator of the ratio too (decoupled "
-        "PPO). token_tis: truncated importance sampling, min(p / q, cap). sequence_tis: the same with the product of "
-        "p / q over the sequence. icepop: p / q inside [low, high], otherwise 0. sequence_mis: the same with the "
-        "product. With several mini-batches that takes a log-prob pass (see `proximal`). auto: token_tis if "
-        "generation runs ahead of training, so never with `admission.mode: sync`; otherwise none.",
+        description="Multiplies each token's policy loss by a weight. q is the engine's probability of the token, p "
+        "the trainer's before the first update of the step, which is then also the denominator of the ratio "
+        "(decoupled PPO). token_tis: truncated importance sampling, min(p / q, cap). sequence_tis: the same with "
+        "the product of p / q over the sequence. icepop: p / q inside [low, high], otherwise 0. sequence_mis: the "
+        "same with the product. With several mini-batches this takes a log-prob pass (see `proximal`). auto: "
+        "token_tis if generation runs ahead of training, otherwise none, as with `admission.mode: sync`.",
     )
     cap: float = Field(2.0, ge=1, description="Largest weight (C) of token_tis and sequence_tis.")
     low: float = Field(0.5, gt=0, le=1, description="Least ratio p / q that icepop and sequence_mis keep.")
     high: float = Field(2.0, ge=1, description="Largest ratio p / q that icepop and sequence_mis keep.")
     masks: list[MaskConfig] = Field(
         default_factory=list,
-        description="What is left out of the policy loss, with any weight or none; all masks have to keep a token.",
+        description="Tokens to leave out of the policy loss, with any weight or none. A token stays only if every "
+        "mask keeps it.",
     )
     denominator: Literal["trained", "kept"] = Field(
         "trained",
-        description="Whether masked tokens count where token losses are averaged. trained: they do, so the others "
-        "weigh the same however many are masked (as in AReaL and TRL). kept: they do not, and are out of the KL and "
-        "entropy terms too (as in verl); that takes a log-prob pass. A weight of 0 always counts.",
+        description="Whether masked tokens count where token losses are averaged. trained: they do, so the weight "
+        "of the others does not depend on them (as in AReaL and TRL). kept: they do not, nor in the KL and entropy "
+        "terms (as in verl), which takes a log-prob pass. A weight of 0 always counts.",
     )
     proximal: ProximalKind = Field(
         "trainer",
-        description="p in a step of several updates. trainer: log-probs of a pass before the first one. loglinear: "
-        "without a pass, interpolated by version between the engine's log-prob and that of the update itself "
-        "(AReaL's approximation).",
+        description="p in a step of several updates. trainer: from a log-prob pass before the first one. loglinear: "
+        "without a pass, interpolated by version between the engine's log-prob and the update's own (AReaL's "
+        "approximation).",
     )
 
 

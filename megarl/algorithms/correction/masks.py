@@ -1,6 +1,6 @@
 """Masks of tokens and sequences on which two policies are too far apart: pure functions, registered under their names.
 
-p is the probability of a sampled token under the proximal policy, q under the one that sampled, d = log p - log q.
+p is the probability of a sampled token under the proximal policy, q under the sampling policy, d = log p - log q.
 
 - `token`, `sequence`, `geometric`: bounds on p / q of the token (IcePop, arXiv:2510.18855), its product over the
   sequence (richardli.xyz/rl-collapse), or its geometric mean (GSPO's ratio, arXiv:2507.18071).

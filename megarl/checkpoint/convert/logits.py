@@ -166,7 +166,7 @@ def _by_megatron(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]
 
 
 def _packed_picture(tower: VisionTower, device: torch.device) -> tuple[list[int], dict[str, Any]]:
-    """Return the token ids of SHOWN and the text around it, and what Megatron's model takes besides."""
+    """Return the token ids of SHOWN and the text around it, and the other inputs of Megatron's model."""
     from megarl.models.megatron.vision_model import ImageBatch
 
     grid = torch.tensor([[1, SHOWN.height * tower.merge, SHOWN.width * tower.merge]])

@@ -26,7 +26,7 @@ from megarl.common.errors import ConversionError
 
 def from_os_error(error: OSError, doing: str) -> ConversionError:
     """Return the ConversionError for `error` (a full disk, a missing permission, …), which occurred while `doing`."""
-    file = error.filename2 or error.filename  # of two files, the second is the one that is written
+    file = error.filename2 or error.filename  # of two files, the second is written
     where = f"{doing}: {file}" if file and str(file) not in doing else doing
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is used up"
@@ -137,7 +137,7 @@ class Output:
         """Return the results of the finished units, JSON values, by number."""
         found = {}
         for path in self.work.glob("unit-*.json"):
-            # A file that a crash of the machine has cut off stands for an unfinished unit.
+            # A file truncated by a crash of the machine means an unfinished unit.
             with contextlib.suppress(ValueError):
                 found[int(path.stem.removeprefix("unit-"))] = json.loads(path.read_text())
         return found
@@ -162,14 +162,14 @@ class Output:
         return self.work / "old"
 
     def _occupied(self) -> bool:
-        """Return whether OUT exists, be it only as a dangling symbolic link."""
+        """Return whether OUT exists, even as a dangling symbolic link."""
         return os.path.lexists(self.out)
 
     def _refuse_replacing(self) -> None:
         """Raise ConversionError if OUT exists and may not be replaced.
 
-        With --force, what OUT held when the conversion began is replaced, once. Files that appeared later were written
-        by another program and are kept.
+        With --force, the content of OUT at the start of the conversion is replaced, once. Later files were written by
+        another program and are kept.
         """
         if self._occupied() and (not self._force or self._old.exists()):
             raise ConversionError(

@@ -81,9 +81,8 @@ def _tensors(model: HFDirectory | MegatronDirectory) -> str:
 
 @dataclass
 class Comparison:
-    """The outcome by Hugging Face names. Tensors equal bit for bit and buffers of equal values are counted.
-
-    All others are listed.
+    """The outcome by Hugging Face names. Bitwise equal tensors and buffers of equal values are counted, all others
+    listed.
 
     `missing`: only in the first model; `unexpected`: only in the second.
     """
@@ -97,7 +96,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """True if all tensors of both models are equal; parts that were left out do not count."""
+        """True if all tensors of both models are equal, parts that were left out aside."""
         return not (self.differing or self.mismatched or self.missing or self.unexpected)
 
     def render(self) -> str:

@@ -1,4 +1,4 @@
-"""Runs units of work in forked processes, which get one unit at a time and report the bytes done.
+"""Runs units of work in forked processes, which take one unit at a time and report the bytes done.
 
 Workers are forked once, from a process without threads, and are killed when it ends (PR_SET_PDEATHSIG). With one worker
 the units run in the calling process.
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 ReportBytes = Callable[[int], None]  # is called with the bytes done since the last call
 Work = Callable[[int, ReportBytes], None]  # does the unit with this number
-Reports = SimpleQueue[tuple[int, int]]  # the unit that a worker does, and the bytes since its last report
+Reports = SimpleQueue[tuple[int, int]]  # a worker's current unit, and the bytes since its last report
 _SILENCE_S = 3600.0
 _LOOK_S = 0.1  # between two looks at the reports
 _MAPPED_BYTES = 4 * MIB  # of a block; smaller ones come from a heap, which is faster
@@ -79,11 +79,11 @@ def _await(units: dict[Future[None], int], reports: Reports, report: ReportBytes
                 future.result()
             except BrokenProcessPool:
                 raise ConversionError(
-                    f"a worker died, of those of the units {sorted(heard)}; the machine may be out of memory: continue "
-                    "with --resume and fewer --workers"
+                    f"a worker of the units {sorted(heard)} died; the machine may be out of memory: continue with "
+                    f"--resume and fewer --workers"
                 ) from None
             heard.pop(units.pop(future), None)
-        # A worker may hang, e.g. in a file system, although others still report.
+        # A worker may hang, e.g. in a file system, while others still report.
         if silent := sorted(number for number, at in heard.items() if now - at >= _SILENCE_S):
             which = f"unit {silent[0]} has" if len(silent) == 1 else f"units {silent} have"
             raise ConversionError(f"{which} made no progress for {_SILENCE_S:.0f} s; continue with --resume")

@@ -77,7 +77,7 @@ def is_model_key(key: str) -> bool:
 
 
 def resolve(found: Collection[str], wanted: Sequence[StoredTensor]) -> dict[str, str]:
-    """Return the checkpoint's own key for each wanted key that it has under another of Megatron-Core's names.
+    """Return the checkpoint's own key for each wanted key that it stores under another of Megatron-Core's names.
 
     Megatron-Core's local layer spec fuses the norm before a mixture of experts, which Transformer Engine does not, and
     keeps separate the norms of multi-latent attention, which Transformer Engine fuses.
@@ -102,7 +102,7 @@ def _other_names(name: str) -> list[str]:
 def problems_of(found: Mapping[str, tuple[int, ...]], wanted: Sequence[StoredTensor]) -> list[str]:
     """Return lines on how a checkpoint's model keys and shapes differ from the model's; [] if they do not.
 
-    Vocabulary rows beyond the model's are padding and count as no difference.
+    Vocabulary rows beyond the model's are padding, not a difference.
     """
     wrong = []
     for stored in wanted:

@@ -19,7 +19,7 @@ from megarl.models.megatron.shards import local_shards
 
 
 def weight_problems(loaded: Mapping[str, Path], info: ModelInfo) -> Iterator[str]:
-    """Yield what is wrong with the weights that the trainer loads, by config key, as `key: what is wrong`.
+    """Yield the problems of the weights that the trainer loads, as `config key: problem`.
 
     The files must be complete, and hold exactly the tensors of the family with the shapes that config.json implies.
     """

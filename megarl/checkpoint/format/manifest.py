@@ -58,7 +58,7 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """The size of all listed files together; manifest.json itself does not count."""
+        """The total size of all listed files, without manifest.json."""
         return sum(entry.bytes for entry in self.files.values())
 
     def write(self, directory: Path) -> None:
@@ -98,7 +98,7 @@ class Manifest:
 
 
 def check_files(directory: Path, files: Mapping[str, FileEntry], names: Iterable[str]) -> list[str]:
-    """Compare the named files with their entries; return one line for each that is damaged, [] if none is."""
+    """Compare the named files with their entries; return a line for each damaged one."""
 
     def check(name: str) -> str | None:
         path, expected = directory / name, files[name]
@@ -124,7 +124,7 @@ def check_files(directory: Path, files: Mapping[str, FileEntry], names: Iterable
 def write_durably(path: Path, content: bytes) -> None:
     """Write `path` so that a crash leaves either the old or the new file: fsync, rename, fsync of the directory.
 
-    Only one process at a time may write it. What a killed one has left is replaced by the next.
+    Only one process at a time may write it. The next one replaces what a killed one left.
     """
     temporary = path.with_name(f".{path.name}.new")
     try:
@@ -150,14 +150,14 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-# Finds that a start has nothing left to do, before anything is started or moved.
+# Detects an already finished run before anything is started or moved.
 
 
 def already_finished(config: Config) -> str | None:
     """Return the message for the user if the run of this config has finished and is saved; None if a start has work.
 
-    That is one whose last start has recorded its end after `run.steps` or more, with the checkpoint of that step, and
-    with the export that the config asks for.
+    Finished means: its last start recorded its end after at least `run.steps`, with the checkpoint of that step and the
+    requested export.
     """
     if config.checkpoint.resume != "auto":
         return None
@@ -173,6 +173,6 @@ def already_finished(config: Config) -> str | None:
         return None
     return (
         f"already finished: {record.step} of {config.run.steps} steps in {config.run_dir}; nothing was started or "
-        "moved. To go on, raise run.steps; to start afresh, set checkpoint.resume=never, which moves the results to "
-        f"{config.run_dir / 'previous'}, or another run.dir"
+        f"moved. To continue, raise run.steps; to start afresh, set checkpoint.resume=never, which moves the results "
+        f"to {config.run_dir / 'previous'}, or another run.dir"
     )

@@ -48,7 +48,7 @@ class MappedReader(FileSystemReader):
     _metadata: Metadata | None = None
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        """Return the index, read once; torch's own method would run the code that a crafted one names."""
+        """Return the index, read once; torch's own method would run code from a crafted one."""
         if self._metadata is None:
             self._metadata = read_metadata(Path(self.path))
         return self._metadata
@@ -96,13 +96,14 @@ class MappedLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
     """Megatron-Core's load strategy with `MappedReader`; the function of its module that makes a reader is replaced."""
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *args: object) -> StateDict:
-        """Load the tensors of `sharded_state_dict`, as the base class does. `args`: what Megatron-Core passes besides.
+        """Load the tensors of `sharded_state_dict`, as the base class does. `args`: further arguments from
+        Megatron-Core.
 
         Raises ValueError, with the message of the first rank that failed, for a file that is damaged or unsafe.
         """
 
         reader = MappedReader(checkpoint_dir)
-        reader.read_metadata()  # here, because torch would hide its error behind one of its own
+        reader.read_metadata()  # here, because torch would hide its error behind its own
 
         def make_reader(directory: str | Path, *args: object, **kwargs: object) -> MappedReader:
             return reader
@@ -110,6 +111,6 @@ class MappedLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
         with mock.patch.object(torch_strategy, "_get_filesystem_reader", make_reader):
             try:
                 return super().load(sharded_state_dict, checkpoint_dir, *args)
-            except CheckpointException as error:  # torch's, and no Exception: it lists each rank's traceback
+            except CheckpointException as error:  # torch's error, not an Exception, with each rank's traceback
                 rank, (cause, _) = min(error.failures.items())
                 raise ValueError(f"{checkpoint_dir} cannot be loaded: rank {rank}: {cause}") from error

@@ -137,7 +137,7 @@ class MegatronDirectory:
         return self.index[self.stored(name).key].dtype
 
     def stored(self, name: str) -> StoredTensor:
-        """Return the stored tensor that a Hugging Face tensor is part of."""
+        """Return the stored tensor that contains a Hugging Face tensor."""
         _, source, parts = self._sources[name]
         return parts[source] if len(parts) > 1 else parts[0]
 

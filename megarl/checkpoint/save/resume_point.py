@@ -1,6 +1,5 @@
-"""Finds where a run resumes: the newest checkpoint with sound files, or the one that is asked for.
-
-The rules are in `resume.py`, which is pure; here they meet the files and the ranks.
+"""Finds where a run resumes: the newest checkpoint with sound files, or the requested one. `resume.py` has the rules,
+pure; this module applies them to files and ranks.
 """
 
 from __future__ import annotations

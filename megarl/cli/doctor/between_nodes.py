@@ -36,7 +36,7 @@ REPORT_S = 15.0  # for a rank to notice its own deadline and to report
 _START = (
     f"start one process per node (or per GPU), on every node by: {RUN_DIR_VARIABLE}=SHARED_DIRECTORY {SAFE_TORCHRUN} "
     "--nnodes N --nproc-per-node 1 --rdzv-endpoint FIRST_NODE:29400 --local-addr THIS_NODE'S_ADDRESS -m megarl doctor "
-    "--nodes   Whoever reaches the store of another torchrun can run code as you (SECURITY.md)"
+    "--nodes   Anyone who reaches the store of another torchrun can run code as you (SECURITY.md)"
 )
 
 
@@ -239,7 +239,7 @@ def probe(arguments: Sequence[str]) -> None:
             float(message_N[0])  # waits for a GPU
             seconds.append(time.perf_counter() - started)
         if name == "all-reduce" and message_N[0] != int(size):
-            raise RuntimeError(f"an all-reduce of ones over {size} ranks gave {message_N[0].item()}")
+            raise RuntimeError(f"an all-reduce of ones over {size} ranks returned {message_N[0].item()}")
         rate = message_N.numel() * message_N.element_size() / min(seconds[1:]) / 1e9
         os.write(1, json.dumps({"stage": name, "gb_per_second": rate}).encode() + b"\n")
     os._exit(0)  # the groups' threads may still wait for peers that have already ended

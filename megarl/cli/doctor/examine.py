@@ -27,7 +27,7 @@ def examine(*, installation_only: bool = False, sandbox_users: Sequence[str] = (
         if not installation_only:
             findings += [*gpus.torch_findings(cuda), *_thread_findings(cuda)]
         if built_for_cuda and not cuda and not installation_only:
-            detail = f"torch is built for CUDA {torch.version.cuda}, but there is no usable GPU here"
+            detail = f"torch is built for CUDA {torch.version.cuda}, but this machine has no usable GPU"
             findings.append(Finding("fail", "CUDA", detail, "expected on a login node: run doctor on a node with GPUs"))
     findings += packages.package_findings(built_for_cuda)
     if built_for_cuda:

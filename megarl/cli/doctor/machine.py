@@ -47,10 +47,10 @@ def machine_findings(sandbox_users: Sequence[str] = ()) -> Iterator[Finding]:
 def _sandbox_finding(users: Sequence[str]) -> Finding:
     problem = sandbox_problem()
     if problem is None:
-        return Finding("ok", "sandbox", "programs of a model run locked down, by bubblewrap")
+        return Finding("ok", "sandbox", "runs programs of a model in a bubblewrap sandbox")
     if users:
         return Finding("fail", "sandbox", problem, f"the config needs it: {', '.join(users)}")
-    fix = "only the Python tool and reward.function code need it, and refuse to start without it; --config FILE tells"
+    fix = "only the Python tool and reward.function code need it, and refuse to start without it; --config FILE checks"
     return Finding("warn", "sandbox", problem, fix)
 
 
@@ -73,10 +73,10 @@ def rdma_ports(root: Path = INFINIBAND) -> dict[str, str]:
 
 
 def network_findings(cuda: bool, root: Path = INFINIBAND) -> Iterator[Finding]:
-    """Yield the interfaces, the one that a run on several nodes would use, and the RDMA ports."""
+    """Yield the interfaces, which of them a run on several nodes would use, and the RDMA ports."""
     found, stats = interfaces(), psutil.net_if_stats()
     if not found:
-        yield Finding("warn", "interfaces", "none but loopback: this machine cannot be one of several nodes")
+        yield Finding("warn", "interfaces", "only loopback: this machine cannot be one of several nodes")
     else:
         speeds = {name: f", {stats[name].speed / 1000:g} Gbit/s" if stats[name].speed else "" for name in found}
         yield Finding("ok", "interfaces", "; ".join(f"{name} {found[name]}{speeds[name]}" for name in found))

@@ -35,7 +35,7 @@ def package_findings(cuda: bool) -> Iterator[Finding]:
     for name in (*ESSENTIAL, engine):
         found = installed_version(name)
         if found is None and name == engine and installed_version(other) is not None:
-            yield Finding("fail", name, f"not installed, but {other} is: it cannot run here", f"run {setup}")
+            yield Finding("fail", name, f"not installed, but {other} is, which cannot run here", f"run {setup}")
         elif found is None:
             yield Finding("fail", name, "not installed", f"run {setup}")
         elif name == "megatron-core" and not megatron_versions.is_supported(found):
@@ -48,7 +48,7 @@ def package_findings(cuda: bool) -> Iterator[Finding]:
         yield Finding("ok", "megarl plugin for vLLM", "registered")
     else:
         fix = "pip install --no-deps --no-build-isolation -e ."
-        yield Finding("fail", "megarl plugin for vLLM", "not registered: weights could not be sent", fix)
+        yield Finding("fail", "megarl plugin for vLLM", "not registered: weights cannot be sent", fix)
     yield overwritten_finding(setup)
     yield from _lock_findings("gpu.lock" if cuda else "cpu.lock", setup)
 
@@ -67,7 +67,7 @@ def overwritten_finding(setup: str, path: Sequence[str] = tuple(sys.path)) -> Fi
     pairs = Counter(" and ".join(sorted(of)) for of in owners.values() if len(set(of.values())) > 1)
     what = "files of packages"
     if not pairs:
-        return Finding("ok", what, "no package has overwritten one of another")
+        return Finding("ok", what, "no package has overwritten a file of another")
     listed = ", ".join(f"{names} ({count})" for names, count in sorted(pairs.items()))
     return Finding("warn", what, f"owned by two packages with different content: {listed}", f"uninstall both, {setup}")
 
@@ -75,7 +75,7 @@ def overwritten_finding(setup: str, path: Sequence[str] = tuple(sys.path)) -> Fi
 def _lock_findings(name: str, setup: str) -> Iterator[Finding]:
     lock = LOCKS / name
     if not lock.is_file():
-        yield Finding("warn", "lock file", "requirements/ is not alongside the package: versions not compared")
+        yield Finding("warn", "lock file", "requirements/ is not next to the package: versions not compared")
         return
     wrong, missing = compare_lock(lock.read_text(encoding="utf-8"))
     if wrong:
@@ -115,7 +115,7 @@ def kernel_finding(environment: Mapping[str, str] = os.environ) -> Finding:
     what, library = "FlashInfer kernels", installed_version("flashinfer-python")
     found = {name: installed_version(name) for name in ("flashinfer-cubin", "flashinfer-jit-cache")}
     if library is None:
-        return Finding("ok", what, "FlashInfer is not installed: vLLM does without it")
+        return Finding("ok", what, "FlashInfer is not installed: vLLM runs without it")
     # A version of jit-cache ends in the CUDA version, for example 0.7.0+cu130.
     other = [f"{name} {text}" for name, text in found.items() if text and text.partition("+")[0] != library]
     if other:
@@ -124,7 +124,7 @@ def kernel_finding(environment: Mapping[str, str] = os.environ) -> Finding:
     if not missing:
         return Finding("ok", what, f"precompiled, {library}")
     if "flashinfer-cubin" in missing and not (_nvcc(environment) and shutil.which("ninja")):
-        detail = "not installed, and no nvcc: vLLM does without FlashInfer (slower all-reduce with engine TP > 1)"
+        detail = "not installed, and no nvcc: vLLM runs without FlashInfer (slower all-reduce with engine TP > 1)"
         return Finding("warn", what, detail, "run make gpu-kernels")
     return Finding(
         "warn", what, f"{', '.join(missing)} not installed: an engine compiles kernels at its start, "

@@ -33,11 +33,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     top = commands.add_parser(
         "top",
         help="show a run in the terminal: progress, reward, throughput, waiting, lag, engines, faults, notices",
-        description="Show a run, living or finished, from the files of its directory; on any host that has them. "
-        "Nothing is written there, and the run does not notice. q or Ctrl-C ends it.",
+        description="Show a running or finished run from the files of its directory, on any host that has them. "
+        "Nothing is written there, and the run is not disturbed. q or Ctrl-C ends it.",
     )
     top.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of the run")
-    top.add_argument("--once", action="store_true", help="print one frame; so it is without a terminal too")
+    top.add_argument("--once", action="store_true", help="print one frame; the default without a terminal")
     top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds per look (default: %(default)s)")
     top.set_defaults(run=run)
 
@@ -67,7 +67,7 @@ def _wait_for(run_dir: Path) -> None:
         if run_dir.is_dir():
             return
         if second == 0:
-            sys.stderr.write(f"megarl: waiting {START_S} s at most for {run_dir}; Ctrl-C ends it\n")
+            sys.stderr.write(f"megarl: waiting at most {START_S} s for {run_dir}; Ctrl-C ends it\n")
         time.sleep(1)
 
 

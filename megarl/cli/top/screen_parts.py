@@ -128,7 +128,7 @@ def evaluation(view: RunView, width: int, signs: Signs) -> ScreenPart:
 
 
 def update(view: RunView, width: int, signs: Signs) -> ScreenPart:
-    """Return what tells whether the update is sound."""
+    """Return the measurements that show whether the update is sound."""
     kl, name = view.value("policy/kl_ref"), "kl to ref"
     if math.isnan(kl):
         kl, name = view.value("policy/approx_kl"), "kl"

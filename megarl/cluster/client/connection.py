@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SLICE_S = 2.0  # how often a wait looks whether the pool has ended
+SLICE_S = 2.0  # how often a wait checks whether the pool has ended
 RETRY_S = 1.0  # between two attempts to reach an actor
-PROBE_S = 10.0  # how often a call that is under way tests its connection
+PROBE_S = 10.0  # how often an open call tests its connection
 
 
 def connect_ray(handle: SupervisorHandle, timeout_s: float) -> None:
@@ -63,7 +63,7 @@ def connect_ray(handle: SupervisorHandle, timeout_s: float) -> None:
 
 @contextmanager
 def own_sigterm_handler() -> Iterator[None]:
-    """Set this process's handler of SIGTERM again after the block.
+    """Restore this process's handler of SIGTERM after the block.
 
     torchrun ends ranks by SIGTERM, and one that is about to report a failure must survive it. `ray.init` sets another
     handler, and `ray.shutdown` leaves none: ray 2.60.0 resets the signal in C++, which `signal.getsignal` cannot see.
@@ -79,10 +79,7 @@ def own_sigterm_handler() -> Iterator[None]:
 
 
 class ConnectionCut(RolloutError):  # noqa: N818
-    """An actor could not be reached for as long as is waited for that, and is not known to be dead.
-
-    `seconds`: for how long.
-    """
+    """An actor, not known to be dead, could not be reached within the bound of `seconds`."""
 
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)
@@ -109,19 +106,17 @@ def call_once(
         except ray.exceptions.ActorUnavailableError as error:
             check()
             now = time.monotonic()
-            # A call that was under way for long had a connection, and nobody knows until when.
+            # A call that was under way for long had a connection, but not known until when.
             lost_at = now if now - sent_at > reach_s / 2 else sent_at
             _reach(actor, error, lost_at, min(lost_at + reach_s, deadline), check)
             logger.warning("%s is sent again: %s", method, error)
 
 
 class _Probes:
-    """The `check` of a call that is under way, which also sends something over its connection every PROBE_S.
-
-    A side that only waits for an answer does not learn that the other side has given the connection up, as Ray 2.60.0's
-    server does after 10 to 30 s without a sign of life: the reset is lost in the same cut, and the waiting side's own
-    test (gRPC's keepalive) comes every 300 s. Whatever is sent is answered by a reset, and Ray then fails each call of
-    the connection.
+    """The `check` of an open call, which also sends something over its connection every PROBE_S. A side that only waits
+    does not notice that the other has given the connection up, as Ray 2.60.0's server does after 10 to 30 s without a
+    sign of life: the reset is lost in the same cut, and the waiting side's own test (gRPC's keepalive) comes every 300
+    s. Whatever is sent is answered by a reset, and Ray then fails each call of the connection.
     """
 
     def __init__(self, actor: ActorHandle, check: Callable[[], None]) -> None:
@@ -145,8 +140,8 @@ def _reach(
 ) -> None:
     """Wait until an actor answers a probe. Raises ConnectionCut if it has not at the time `until`, what `check` raises.
 
-    A call cannot tell in time whether it has arrived: it may run for long, and Ray may need minutes to report that a
-    connection is gone. `cut`: the report of the present cut; `lost_at`: the time since when nothing was heard.
+    A call cannot show in time whether it has arrived: it may run for long, and Ray may take minutes to report a lost
+    connection. `cut`: the report of the present cut; `lost_at`: the time since when nothing was heard.
     """
     import ray
 
@@ -164,7 +159,7 @@ def _reach(
 
 
 def result_of(reference: ObjectRef, timeout_s: float, check: Callable[[], None]) -> Any:  # noqa: ANN401  # Ray does not know the type
-    """Wait for a remote call's result, in slices, to notice soon that the pool has ended: `check` then raises.
+    """Wait for a remote call's result in slices, so that `check` soon raises if the pool has ended.
 
     Raises GetTimeoutError after `timeout_s`, and what the call raised.
     """

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Extra time for a call whose bound the controller itself keeps, so that the controller's message comes first.
+# Extra time for a call that the controller itself bounds, so that the controller's message comes first.
 CALL_MARGIN_S = 15.0
 
 
@@ -52,8 +52,8 @@ class _Connection:
 class PoolClient:
     """Offers the controller's methods as blocking calls. Each ends within its bound from `timeouts`.
 
-    If the controller or its queue dies after `begin`, a call waits for the new ones that the supervisor starts, tells
-    the new controller how far the trainer has come, and is sent again. Any thread may call.
+    If the controller or its queue dies after `begin`, a call waits for the new ones that the supervisor starts, reports
+    to the new controller how far the trainer has come, and is sent again. Any thread may call.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class PoolClient:
                 self._recover(connection, lost)
                 continue
             with self._changed:
-                # Else the answer is of a controller that has died since, and the new one does not know of it.
+                # Otherwise the answer is from a controller that has died since, and the new one does not know of it.
                 if self._connection is connection:
                     note(answer)
                     return answer, connection.handle.rebuilds
@@ -167,13 +167,13 @@ class PoolClient:
             if not self._changed.wait_for(
                 lambda: self._connection is not lost or self._syncing in (None, own), timeout=bound
             ):
-                raise RolloutError(f"{reason}; the weight sync that was under way did not end within {bound:.0f} s")
+                raise RolloutError(f"{reason}; the running weight sync did not end within {bound:.0f} s")
             if self._connection is not lost:
                 return
             logger.warning("%s; waiting for new ones", reason)
             handle = lost.handle
             while True:
-                # To be noticed, to end, and to be started again.
+                # For its detection, its end and its restart.
                 handle = await_rebuilt(handle, 3 * timeouts.rpc_s + timeouts.engine_start_s)
                 new = _Connection(handle, ray.get_actor(CONTROLLER, namespace=handle.namespace))
                 try:
@@ -186,7 +186,7 @@ class PoolClient:
             self._changed.notify_all()
 
     def _most_sync_s(self) -> float:
-        """Return the time that all attempts at a publication may take, with its calls to the controller."""
+        """Return the bound of all attempts at a publication, including its calls to the controller."""
         timeouts, restarts = self.timeouts, self._sync_repeats
         return (restarts + 1) * timeouts.weight_sync_s + restarts * timeouts.engine_start_s + 10 * timeouts.rpc_s
 
@@ -212,7 +212,7 @@ class PoolClient:
         self._call("drain", (), {}, bound, note=lambda _: self._record.note(admits=False))
 
     def announce(self, version: int) -> None:
-        """Report that engines are about to be given `version`, which their tokens may carry from now on."""
+        """Report that engines are about to get `version`, which their tokens may carry from now on."""
 
         def note(answer: None) -> None:
             self._record.note(announced=version)
@@ -309,9 +309,8 @@ class PoolClient:
         self._call("start_evaluation", (version, label), {}, self.timeouts.rpc_s, note=note)
 
     def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation] | PublicationNeeded:
-        """Return the evaluations alongside training that have ended; with `wait_s`, wait for the one that is running.
-
-        Or, if it waits, until no replica is left.
+        """Return the evaluations alongside training that have ended; with `wait_s`, wait for the running one, or until
+        no replica is left.
         """
         bound = wait_s + CALL_MARGIN_S if wait_s else self.timeouts.rpc_s
 
@@ -384,7 +383,9 @@ class PoolReplica:
         import ray
 
         if self._actor is None:
-            raise ReplicaFailed(self.index, f"{self.name} had ended when it was asked to {method}; see {self._log}")
+            raise ReplicaFailed(
+                self.index, f"{self.name} had already ended when it was asked to {method}; see {self._log}"
+            )
         try:
             return call_once(
                 self._actor, method, args, {}, timeout_s=timeout_s, reach_s=self._reach_s, check=self._check
@@ -445,7 +446,7 @@ def _indices(names: Sequence[str]) -> list[int]:
 
 
 def _own_error(error: RayTaskError) -> Exception:
-    """Return the controller's own exception if its type is known, else a RolloutError that names the cause."""
+    """Return the controller's own exception if its type is known, otherwise a RolloutError with the cause."""
     cause = error.cause
     if isinstance(cause, ReplicaFailed):
         return ReplicaFailed(cause.replica, str(cause))

@@ -20,7 +20,7 @@ from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
 from megarl.config.schema import Config
 from megarl.config.schema.job import TimeoutsConfig
 
-MARGIN_S = 30.0  # by which a command's own bounds end before the wait for its answer
+MARGIN_S = 30.0  # how much earlier a command's own bounds end than the wait for its answer
 
 Action = Literal["list", "drain", "undrain", "remove", "add"]
 
@@ -28,7 +28,7 @@ Action = Literal["list", "drain", "undrain", "remove", "add"]
 def ask_pool(
     run_dir: Path, action: Action, number: int = 0, *, timeout_s: float | None = None, say: Callable[[str], object]
 ) -> Any:  # noqa: ANN401  # a text, or for `list` the replicas and how many are missing
-    """Have the controller of a living run do something; return its answer.
+    """Send a command to the controller of a living run; return its answer.
 
     `number`: the replica, or with `add` how many engines. `timeout_s`: the longest wait; None: what the action may take
     by the run's own time-outs. `say` gets one line with what is waited for.
@@ -59,7 +59,7 @@ def ask_pool(
             check=handle.check_parts,
         )  # fmt: skip
     except ray.exceptions.GetTimeoutError:
-        late = f"waited {bound_s:.0f} s for {what}, which goes on: `megarl pool list` shows when it is done"
+        late = f"waited {bound_s:.0f} s for {what}, which continues: `megarl pool list` shows when it is done"
         raise ConfigError([late]) from None
     except (RolloutError, ray.exceptions.RayError, ValueError) as error:
         cause = getattr(error, "cause", None)
@@ -79,7 +79,7 @@ def _living(run_dir: Path) -> SupervisorHandle:
     if state["state"] == "starting":
         raise ConfigError([f"the engines of {run_dir} are still being started: try again when they are up"])
     if state["state"] == REBUILDING:
-        raise ConfigError([f"the rollout controller of {run_dir} is being started again: try again in a minute"])
+        raise ConfigError([f"the rollout controller of {run_dir} is restarting: try again in a minute"])
     if state["state"] != "ready":
         reason = f": {state['error']}" if state.get("error") else ""
         raise ConfigError([f"no run lives in {run_dir}: its pool is {state['state']}{reason}"])
@@ -92,12 +92,14 @@ def _address_here(handle: SupervisorHandle, interface: str | None) -> str:
     if handle.host == platform.node():
         return head
     if head == LOOPBACK:
-        raise ConfigError([f"this is {platform.node()}: run the command on {handle.host}, the only host of the run"])
+        raise ConfigError(
+            [f"this host is {platform.node()}: run the command on {handle.host}, the only host of the run"]
+        )
     return own_address([head], interface)
 
 
 def _bound_s(timeouts: TimeoutsConfig, report_interval_s: float, action: Action) -> float:
-    """Return how long an action may take: that of the parts for which it waits, and a margin."""
+    """Return how long an action may take: the bounds of what it waits for, plus a margin."""
     parts = {
         "list": timeouts.rpc_s,
         "undrain": timeouts.rpc_s,

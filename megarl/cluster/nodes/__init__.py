@@ -1,1 +1,1 @@
-"""The job on its nodes: which node runs what, the batch scripts, and the agent that runs a node's share."""
+"""The job on its nodes: the topology, the batch scripts, and the agent that runs a node's share."""

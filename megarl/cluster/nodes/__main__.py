@@ -45,7 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megarl.cluster.nodes", description="Called by the launch scripts.")
     commands = parser.add_subparsers(required=True)
     before = commands.add_parser(
-        "prepare", help="check config and allocation; print the path of the launch file, or nothing if it has finished"
+        "prepare",
+        help="check config and allocation; print the path of the launch file, or nothing if the run has finished",
     )
     add_config_arguments(before)
     before.add_argument("--scheduler", choices=["slurm", "local"], required=True)
@@ -77,7 +78,7 @@ def _prepare(options: argparse.Namespace) -> int:
         return 0
     force = options.force
     if options.scheduler == "slurm":
-        # A job that comes back must not end the run that somebody has started in its place.
+        # A requeued job must not end the run that was started in its place.
         force = force and os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
         allocation = slurm_allocation(os.environ, options.signal_s)
         launch_id = f"{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
@@ -100,7 +101,7 @@ def _status(options: argparse.Namespace) -> int:
 def _fail(options: argparse.Namespace) -> int:
     launch = LaunchSpec.load(options.launch)
     if options.host in launch.hosts and can_lose(launch, launch.hosts.index(options.host)):
-        write_notice(launch.run_dir, f"node {options.host} is lost: {options.reason}; the run goes on")
+        write_notice(launch.run_dir, f"node {options.host} is lost: {options.reason}; the run continues")
         return 0
     NodeBoard(options.launch.parent).claim_failure(NodeFailure(options.host, options.reason))
     return 0

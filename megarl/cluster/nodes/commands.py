@@ -1,6 +1,6 @@
 """The scripts of a job, and the arguments and environment of the processes that a node runs. Pure.
 
-`megarl launch --dry-run` shows them. A script says what a config asks for, before one of launch/ takes over.
+`megarl launch --dry-run` shows them. A script has the config's settings and calls one of launch/.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.config.schema.job import LaunchConfig, TimeoutsConfig
 
 ENTRY = "examples/rl/train_rl.py"
 
-# What is passed to hosts that are reached by ssh, besides the variables to which the config refers.
+# Variables passed to hosts over ssh, in addition to those that the config names.
 _PASSED_NAMES = {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "WANDB_API_KEY"}
 _PASSED_PREFIXES = ("MEGARL_", "NCCL_", "GLOO_", "OMP_", "RAY_", "VLLM_", "MLFLOW_")
 
@@ -29,8 +29,8 @@ def torchrun_command(
 ) -> list[str]:  # fmt: skip
     """Return the torchrun command of one trainer node.
 
-    `endpoint`: HOST:PORT of the rendezvous, whose store the first trainer node runs. It is a rendezvous like c10d's
-    and not the static one, because only that one restarts the ranks of all nodes after one has failed.
+    `endpoint`: HOST:PORT of the rendezvous, whose store the first trainer node runs. It is a dynamic rendezvous like
+    c10d's: the static one cannot restart the ranks of all nodes after a failure.
     """
     first = node.trainer_rank == 0
     return [
@@ -40,7 +40,7 @@ def torchrun_command(
         "--rdzv-id", launch_id,
         "--rdzv-backend", "megarl",
         "--rdzv-endpoint", endpoint,
-        # By default torchrun compares host names to find out which node holds the store.
+        # By default torchrun compares host names to find the node with the store.
         "--rdzv-conf", f"is_host={'true' if first else 'false'},join_timeout={int(timeouts.node_s)}",
         "--local-addr", address,
         "--log-dir", os.devnull,  # by default torchrun leaves a temporary directory at each start
@@ -65,7 +65,7 @@ def raylet_command(launch: str, index: int, agent_pid: int) -> list[str]:
 
 
 def exports(referenced: Collection[str], environment: Mapping[str, str]) -> str:
-    """Return shell commands that set, on another host, what an agent needs of this environment.
+    """Return shell commands that set on another host what an agent needs from this environment.
 
     These are the variables of the libraries and those `referenced` by the config (`referenced_variables`).
     """

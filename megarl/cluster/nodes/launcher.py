@@ -1,4 +1,4 @@
-"""The agent of one node: starts the node's share of the job, watches it, and ends all of it.
+"""The agent of one node: starts the node's share of the job, watches it, and ends it.
 
 `python -m megarl.cluster.nodes.launcher LAUNCH_FILE [INDEX]` runs on every node at the same time, started by srun, ssh
 or a local shell; INDEX defaults to SLURM_PROCID. Everything that the node runs is a child of this process and ends with
@@ -41,9 +41,8 @@ logger = logging.getLogger("megarl.cluster.nodes.launcher")
 
 
 def can_lose(launch: LaunchSpec, index: int) -> bool:
-    """Return whether the job goes on without a node: nothing but engines runs there, and all engines were up once.
-
-    Before that the plan does not fit, and after the end of the run its nodes have to end well.
+    """Return whether the job continues without a node: only engines run there, and all engines were up once. Before
+    that the plan does not fit, and after the end of the run its nodes must end properly.
     """
     record = run_files.read_exit(launch.run_dir)
     ended = record is not None and record.status != "failed"
@@ -63,7 +62,7 @@ class NodeFailed(Exception):  # noqa: N818
 
 
 class AskedAgain(NodeFailed):
-    """The user has asked a second time to end the job, which is then ended at once."""
+    """The user asked a second time to end the job, which then ends at once."""
 
 
 class DirectoryLost(Exception):  # noqa: N818
@@ -72,11 +71,11 @@ class DirectoryLost(Exception):  # noqa: N818
     @classmethod
     def to(cls, other: Holder, run_dir: Path) -> DirectoryLost:
         """Return the error of a run that has lost its claim to another one."""
-        return cls(f"{run_dir} was taken by {other.describe()}; this run had been silent, or --force was given")
+        return cls(f"{run_dir} was taken by {other.describe()}, because this run was silent or --force was given")
 
 
 class PeerFailed(Exception):  # noqa: N818
-    """Another node has failed and has written why."""
+    """Another node has failed and recorded the reason."""
 
 
 class NodeLauncher:
@@ -98,7 +97,7 @@ class NodeLauncher:
         self._signals, self._signalled_at = 0, 0.0
         self._stop_request: str | None = None  # to be written to RUN_DIR/stop
         self._ending = False  # from then on no signal may interrupt
-        self._trouble_since: float | None = None  # since when the file system has failed
+        self._trouble_since: float | None = None  # when the file system began to fail
         self._complaints = RateLimit(COMPLAIN_S)
         self._processes = NodeProcesses(launch, self.node, self._holder)
         self._lost: set[int] = set()  # nodes without which the job goes on
@@ -128,7 +127,7 @@ class NodeLauncher:
         return 0
 
     def _record(self, error: Exception) -> None:
-        """Log why this node ends, and record it for the others unless they know it or go on. Raises OSError."""
+        """Log why this node ends, and record it for the others unless they know it or continue. Raises OSError."""
         if isinstance(error, DirectoryLost | PeerFailed):
             logger.error("ending: %s", error)
         else:
@@ -165,7 +164,7 @@ class NodeLauncher:
             self._ask_run_to_stop()
 
     def _ask_run_to_stop(self) -> None:
-        """Pass a stop signal on to the ranks, if there is one that was not. Raises OSError."""
+        """Pass on to the ranks a stop signal that has not been passed on yet. Raises OSError."""
         if self._stop_request is not None:
             run_files.ask_to_stop(self.launch.run_dir, self._stop_request)
             self._stop_request = None
@@ -245,7 +244,7 @@ class NodeLauncher:
         return ending and ranks_done and pool_done
 
     def _run_has_ended(self) -> bool:
-        """Return whether the ranks have recorded the end of the run. From then on processes are expected to end."""
+        """Return whether the ranks have recorded the end of the run, after which processes are expected to end."""
         record = run_files.read_exit(self.launch.run_dir)
         return record is not None and record.status != "failed"
 
@@ -262,7 +261,7 @@ class NodeLauncher:
         return True
 
     def _why_ranks_failed(self, code: int) -> str:
-        """Return the message that a rank has left in RUN_DIR/error.txt, or name torchrun's exit code."""
+        """Return a rank's message in RUN_DIR/error.txt, or torchrun's exit code."""
         message = self.launch.run_dir / "error.txt"
         if message.is_file():
             return " ".join(message.read_text().split()).removeprefix("megarl: ")
@@ -283,7 +282,7 @@ class NodeLauncher:
             return False
         if ending:
             return True
-        # If a rank that failed has asked it to stop, that rank's node reports the reason: give it the time to do so.
+        # If a failed rank asked it to stop, give that rank's node time to report the reason.
         self._pool_ended_at = self._pool_ended_at or time.monotonic()
         asked = ended and supervisor.returncode == 0
         if not asked or time.monotonic() > self._pool_ended_at + self.config.timeouts.node_s:
@@ -292,9 +291,8 @@ class NodeLauncher:
         return False
 
     def _check_raylet(self, ending: bool) -> None:
-        """Raise NodeFailed if the raylet has ended; on a node that the run can lose, start it again after a while.
-
-        Ray ends a raylet that its head has given up, for example because the network was cut.
+        """Raise NodeFailed if the raylet has ended; on a node that the run can lose, restart it after a while. Ray ends
+        a raylet that its head has given up, for example after a network cut.
         """
         code = None if ending else self._processes.raylet_code()
         if code is None:
@@ -306,7 +304,7 @@ class NodeLauncher:
     def _check_peers(self) -> None:
         """End the job, naming the node, if a watched node has not started or is silent for `timeouts.node_s`.
 
-        A node with engines only is reported as lost, and as back when it is heard of again.
+        A node with engines only is reported as lost, and as back at its next sign of life.
         """
         silent = f"{self.config.timeouts.node_s:.0f} s"
         lost = dict(self._watch.lost())
@@ -318,12 +316,12 @@ class NodeLauncher:
             if record is not None and can_lose(self.launch, index):
                 if index not in self._lost:
                     self._lost.add(index)
-                    write_notice(self.launch.run_dir, f"node {name} is lost, silent for {silent}; the run goes on")
+                    write_notice(self.launch.run_dir, f"node {name} is lost, silent for {silent}; the run continues")
                 continue
             self._fail_job(name, f"not started within {silent}" if record is None else f"lost, silent for {silent}")
 
     def _check_end_in_time(self) -> None:
-        """Raise NodeFailed if processes are left after twice the bound of a tear-down, counted from the run's end."""
+        """Raise NodeFailed if processes remain after twice the bound of a tear-down, counted from the run's end."""
         assert self._ended_at is not None
         bound = 2 * self.config.timeouts.shutdown_s
         if time.monotonic() > self._ended_at + bound:
@@ -339,7 +337,7 @@ class NodeLauncher:
         self.board.post(NodeRecord(self.node.index, self.host, self.address, state, self._beat, self.endpoint))
 
     def _post_if_due(self) -> None:
-        """Show the other nodes, and other starts, that this one lives. A disk that is full for a time ends nothing."""
+        """Show the other nodes, and other starts, that this one lives. A disk that is full for a while ends nothing."""
         if time.monotonic() >= self._next_beat:
             try:
                 self._post()
@@ -368,7 +366,7 @@ class NodeLauncher:
 
 
 def main() -> int:
-    """Run the agent of the node that the command line names; return its exit code."""
+    """Run the agent of the node from the command line; return its exit code."""
     launch = LaunchSpec.load(Path(sys.argv[1]))
     index = int(sys.argv[2] if len(sys.argv) > 2 else os.environ["SLURM_PROCID"])
     os.chdir(launch.cwd)

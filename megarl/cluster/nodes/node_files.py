@@ -1,8 +1,8 @@
 """The messages between the nodes of a job: small files in RUN_DIR/launch/ID on the shared file system.
 
-Each node replaces one file atomically, with a counter that increases while the node lives. A node whose counter stands
-still counts as lost; the reader measures this with its own clock, so clocks need not agree. Exactly one node claims
-the first failure.
+Each node replaces one file atomically, with a counter that increases while the node lives. A node whose counter stops
+counts as lost. The reader measures this with its own clock, so clocks need not agree. Exactly one node claims the first
+failure.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class NodeBoard:
             return None
 
     def claim_failure(self, failure: NodeFailure) -> bool:
-        """Record `failure` and return True if it is the job's first one; otherwise return False."""
+        """Record `failure` and return True if it is the job's first; otherwise return False."""
         path = self.directory / FAILURE_FILE
         temporary = path.with_name(f".{FAILURE_FILE}.{failure.node}.{os.getpid()}")
         temporary.write_text(json.dumps(asdict(failure)))
         try:
-            os.link(temporary, path)  # atomic and exclusive, with its content, so nobody reads half a file
+            os.link(temporary, path)  # atomic and exclusive, with its content, so no reader sees half a file
         except FileExistsError:
             return False
         finally:
@@ -84,7 +84,7 @@ class NodeBoard:
 
 
 class Watch:
-    """Finds nodes whose counter stands still for `timeout_s`; for nodes not yet started, time counts from creation."""
+    """Finds nodes whose counter has stopped for `timeout_s`; for nodes not yet started, time counts from creation."""
 
     def __init__(
         self, board: NodeBoard, indices: list[int], timeout_s: float, clock: Callable[[], float] = time.monotonic

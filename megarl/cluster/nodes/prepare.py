@@ -38,10 +38,8 @@ LaunchEnd = Literal["finished", "preempted", "unsaved", "failed"]
 
 @dataclass(frozen=True)
 class Allocation:
-    """Holds what the job was given.
-
-    `seconds` are left until the time limit; `signal_s` is how long before it the batch script gets its signal. These
-    two and `gpus_per_node` are None if unknown or unlimited.
+    """The job's allocation. `seconds`: time left until the limit; `signal_s`: how long before it the batch script gets
+    its signal. These and `gpus_per_node` are None if unknown or unlimited.
     """
 
     hosts: tuple[str, ...]
@@ -105,7 +103,7 @@ def check_allocation(
 
 
 def _time_problems(launch: LaunchConfig, timeouts: TimeoutsConfig, allocation: Allocation) -> list[str]:
-    """Return one message for each way in which the time left is too short."""
+    """Return a message for each reason why the remaining time is too short."""
     if allocation.seconds is None:
         return []
     problems = []
@@ -182,11 +180,9 @@ def prepare(
 
 
 def status(spec: LaunchSpec) -> tuple[LaunchEnd, str]:
-    """Return how the launch ended, and one line for the user; give up its claim on the run directory.
-
-    Writes exit.json if no process of the run could. "unsaved": it was stopped, and its last steps could not be saved.
-
-    A launch that was stopped before it saved a step of its own counts as failed: requeued, it would never get further.
+    """Return how the launch ended, and one line for the user; release its claim on the run directory. Writes exit.json
+    if no process of the run could. "unsaved": it was stopped without saving its last steps. A launch that was stopped
+    before it saved a step of its own counts as failed: requeued, it would never make progress.
     """
     try:
         return _status(spec)
@@ -195,7 +191,7 @@ def status(spec: LaunchSpec) -> tuple[LaunchEnd, str]:
 
 
 def _previous(run_dir: Path) -> run_files.ExitRecord | None:
-    """Return the exit record of the launch before; None if it left none that can be read. It is removed afterwards."""
+    """Return the exit record of the previous launch and remove it; None if there is no readable one."""
     try:
         return run_files.read_exit(run_dir)
     except run_files.ExitRecordError:
@@ -210,13 +206,13 @@ def _status(spec: LaunchSpec) -> tuple[LaunchEnd, str]:
         return "failed", f"{why}; {spec.run_dir} is now held by {other.describe()}"
     try:
         record = run_files.read_exit(spec.run_dir)
-    except run_files.ExitRecordError as error:  # not started again: the run may have finished
+    except run_files.ExitRecordError as error:  # not restarted: the run may have finished
         return "failed", str(error)
     if record is not None and record.status != "failed":
         after = f"after {record.step} of {spec.config.run.steps} steps"
         why = f": {record.reason}" if record.reason else ""
         if record.status == "preempted" and record.step <= spec.steps_before:
-            return "failed", f"stopped {after}{why}; no step of this launch is saved, so it is not started again"
+            return "failed", f"stopped {after}{why}; no step of this launch is saved, so it is not restarted"
         if record.unsaved_steps:
             lost = f"{record.unsaved_steps} more were trained and are lost{why}"
             return "unsaved", f"stopped {after}; {lost}; the same command resumes after step {record.step}"

@@ -1,6 +1,6 @@
 """The processes of one node: its raylet or the supervisor, and torchrun, all of them children of the node's launcher.
 
-What the end of one of them means for the job is judged by the launcher (`launcher.py`).
+The launcher (`launcher.py`) judges what the end of one means for the job.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STOPPED = ("T", "t")  # by a signal, by a debugger
 
 
 class StoppedProcesses:
-    """Measures, in time that its owner has seen pass, how long each process has been stopped."""
+    """Measures how long each process has been stopped, in time that its owner has seen pass."""
 
     def __init__(self, bound_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`bound_s`: the time after which `find` returns a process."""
@@ -51,11 +51,11 @@ class StoppedProcesses:
         self._next = clock()
 
     def is_due(self) -> bool:
-        """Return whether it is time to look: not more often than every LOOK_S."""
+        """Return whether it is time to look, at most every LOOK_S."""
         return self._clock() >= self._next
 
     def find(self, processes: Iterable[ProcessId]) -> list[ProcessId]:
-        """Return those of the processes that have been stopped at each look for the bound."""
+        """Return the processes that were stopped at each look for the bound."""
         self._next = self._clock() + LOOK_S
         now = self._time.look()
         stopped = [process for process in processes if state_of(process) in _STOPPED]
@@ -86,7 +86,7 @@ class NodeProcesses:
         self._stopped = StoppedProcesses(self._timeouts.node_s + self._timeouts.shutdown_s / 2)
 
     def look(self) -> None:
-        """Note the present descendants; those that leave their parents are found by this at the end."""
+        """Note the current descendants, to find those at the end that left their parents."""
         self.children = still_alive(self.children | descendants(os.getpid()))
 
     def start_supervisor(self) -> None:
@@ -114,9 +114,8 @@ class NodeProcesses:
         return code
 
     def rejoin(self, code: int) -> None:
-        """End what is left of the raylet, which has ended with `code`, and start another one after REJOIN_S.
-
-        Called at intervals.
+        """End the remains of the raylet, which ended with `code`, and start another one after REJOIN_S. Called at
+        intervals.
         """
         now = time.monotonic()
         if self._raylet_ended_at is None:
@@ -146,16 +145,15 @@ class NodeProcesses:
     def _spawn(
         self, command: list[str], environment: dict[str, str], output: IO[bytes] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a child that dies with this process, in a session that a Ctrl-C of this process does not reach."""
+        """Start a child that dies with this process, in a session that this process's Ctrl-C does not reach."""
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=environment,
             preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509 (this process has one thread)
         )  # fmt: skip
 
     def kill_stopped_ranks(self) -> None:
-        """Kill ranks that are stopped for good, once other ranks have had the time to name them.
-
-        Where a rank is alone on its node no other rank can do so, and torchrun would give it the time to save.
+        """Kill ranks that stay stopped, after other ranks had time to name them. If a rank is alone on its node no
+        other rank can do so, and torchrun would give it time to save.
         """
         if self.torchrun is None or self.torchrun.poll() is not None or not self._stopped.is_due():
             return
@@ -164,7 +162,7 @@ class NodeProcesses:
             kill([process], signal.SIGKILL)
 
     def end_all(self) -> None:
-        """End everything that this node runs: kill the ranks, stop raylet and supervisor, then kill what is left."""
+        """End everything on this node: kill the ranks, stop raylet and supervisor, then kill the rest."""
         if self.torchrun is not None and self.torchrun.poll() is None:
             ranks = descendants(self.torchrun.pid)
             sweep({ProcessId.of(self.torchrun.pid), *ranks}, grace_s=0.0)
@@ -182,7 +180,7 @@ class NodeProcesses:
             logger.error("still alive after SIGKILL: %s", sorted(process.pid for process in left))
 
     def _ask_supervisor_to_stop(self, supervisor: subprocess.Popen[bytes]) -> None:
-        """Write RUN_DIR/supervisor.stop; send SIGTERM instead if the directory is another run's or takes no file."""
+        """Write RUN_DIR/supervisor.stop; send SIGTERM instead if the directory is another run's or not writable."""
         if other_holder(self._launch.run_dir, self._holder) is not None:
             supervisor.terminate()
             return

@@ -47,7 +47,7 @@ CHECK_S = 1.0
 
 
 def main() -> int:
-    """Run the raylet until SIGTERM; return 1 if one of Ray's processes ended by itself, else 0."""
+    """Run the raylet until SIGTERM; return 1 if one of Ray's processes ended on its own, else 0."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     die_with_parent(int(sys.argv[3]))
     launch = LaunchSpec.load(Path(sys.argv[1]))

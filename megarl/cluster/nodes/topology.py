@@ -85,5 +85,5 @@ def _supervisor(pools: Pools) -> int:
 
 
 def stop_seconds(launch: LaunchConfig, timeouts: TimeoutsConfig) -> int:
-    """Return the seconds between the stop request and the end of the job: time for the step in progress and a save."""
+    """Return the seconds between stop request and end of the job: time for the current step and a save."""
     return launch.stop_before_s or int(timeouts.save_s) + STOP_MARGIN_S

@@ -41,7 +41,7 @@ class PoolActors:
     """Creates the actors, waits for their starts, replaces the controller, and ends them."""
 
     def __init__(self, spec: SupervisorSpec, config: Config, stop_reason: Callable[[], str | None]) -> None:
-        """`stop_reason`: says why the pool is asked to stop, which ends each wait; None if it is not."""
+        """`stop_reason`: returns why the pool must stop, which ends each wait; None if it need not."""
         self._spec, self._config, self._stop_reason = spec, config, stop_reason
         self._run_dir = Path(spec.run_dir)
         self._own_head = config.ray.address is None
@@ -76,7 +76,7 @@ class PoolActors:
         answers = self._await(pending, config.timeouts.engine_start_s)
         if self.gateway is not None:
             self.gateway.opened(answers["the gateway"])
-        # Each finds the rest of a GPU only after all engines of the policy have theirs, and measures its memory alone.
+        # Each fits on a GPU only after all engines of the policy have theirs, and measures its memory alone.
         pending = {}
         self.handles[-1:-1] = self._start_teachers(sharing, replica_spec, pending)
         self._await(pending, config.timeouts.engine_start_s)
@@ -120,7 +120,7 @@ class PoolActors:
         return self.gateway.open()
 
     def _replica_spec(self) -> ReplicaSpec:
-        """Return what replicas and controller are made from."""
+        """Return the arguments of replicas and controller."""
         spec, config = self._spec, self._config
         return ReplicaSpec(
             config_json=spec.config_json,
@@ -133,7 +133,7 @@ class PoolActors:
         )
 
     def _create_controller(self, partition: str, timeout_s: float, *, replaces: bool = False) -> ActorHandle:
-        """Create the controller's actor, not started. `replaces`: another one has had its name until now.
+        """Create the controller's actor, not started. `replaces`: another one held its name until now.
 
         Raises RolloutError if the name is not free within `timeout_s`.
         """
@@ -150,7 +150,7 @@ class PoolActors:
         while True:
             try:
                 return named.remote(self._replica_spec(), partition, cwd=spec.cwd, replaces=replaces)
-            except ValueError:  # the name becomes free only when Ray has noticed the death of the old actor
+            except ValueError:  # the name becomes free only after Ray has noticed the death of the old actor
                 if not replaces or self._stop_reason() is not None or time.monotonic() > deadline:
                     waited = f"the supervisor waited {timeout_s:.0f} s for the end of the old rollout controller"
                     raise RolloutError(self._stop_reason() or waited) from None
@@ -200,7 +200,7 @@ class PoolActors:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return one line with what an actor raised, without Ray's wrapping."""
+    """Return an actor's exception as one line, without Ray's wrapping."""
     cause = getattr(error, "cause", None)
     inner = cause if isinstance(cause, BaseException) else error
     lines = [line for line in str(inner).strip().splitlines() if line.strip()]

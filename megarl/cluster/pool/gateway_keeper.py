@@ -1,6 +1,5 @@
-"""Keeps the gateway of a run open: starts it, looks at it at intervals without waiting, and replaces one that has died.
-
-A gateway that cannot be opened again does not end the run: it is tried until the run ends.
+"""Keeps the gateway of a run open: starts it, checks it at intervals without waiting, and replaces a dead one. A
+gateway that cannot be reopened does not end the run: attempts continue until the run ends.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ class GatewayKeeper:
     def __init__(
         self, spec: GatewaySpec, *, own_head: bool, bound_s: float, start_s: float, say: Callable[[str], object]
     ) -> None:
-        """`bound_s`: how long the gateway may leave a look unanswered; `start_s`: how long its start may take.
-
-        `say` gets what the user should know.
+        """`bound_s`: how long the gateway may leave a look unanswered; `start_s`: how long its start may take. `say`
+        gets messages for the user.
         """
         self._spec, self._own_head, self._bound_s, self._start_s, self._say = spec, own_head, bound_s, start_s, say
         self._gateway: ActorHandle | None = None
@@ -48,13 +46,13 @@ class GatewayKeeper:
         return self._gateway.start.remote()
 
     def opened(self, answer: dict[str, Any]) -> None:
-        """Note where the gateway is. A gateway that replaces it takes the same port."""
+        """Note the gateway's address. A gateway that replaces it takes the same port."""
         self.url = str(answer["url"])
         self._spec = replace(self._spec, port=int(answer["port"]))
         self._failures = 0
 
     def look(self) -> None:
-        """See whether the gateway is alive, and open another one if it is not."""
+        """Check whether the gateway is alive, and open another one if not."""
         import ray
 
         now = time.monotonic()
@@ -74,11 +72,11 @@ class GatewayKeeper:
             return
         if self._starting:
             self.opened(answer)
-            self._say(f"the gateway is open again at {self.url}; the sessions of the one before are gone")
+            self._say(f"the gateway is open again at {self.url}; its earlier sessions are gone")
         self._asked, self._starting, self._next = None, False, now + BEAT_S
 
     def close(self) -> list[ActorHandle]:
-        """Return the actors that are to be shut down: the gateway, if there is one."""
+        """Return the actors to shut down: the gateway, if there is one."""
         return [] if self._gateway is None else [self._gateway]
 
     def _ask(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""The guardian: a process that outlives the supervisor briefly and kills what a killed or stuck one leaves behind.
+"""The guardian: a process that briefly outlives the supervisor and kills what a killed or stuck one leaves behind.
 
 `python -m megarl.cluster.pool.guardian STATE_FILE DIRECTORY PID START_TIME AGENT_PID AGENT_START_TIME PATIENCE_S`
 watches the supervisor (PID) and the agent whose end ends the pool. When the supervisor is gone, it kills every child
@@ -25,7 +25,7 @@ TERMINATE_S = 1.0  # between SIGTERM and SIGKILL
 
 
 def main() -> None:
-    """Wait for the end of the processes that the arguments name, then kill what they have left."""
+    """Wait for the processes in the arguments to end, then kill what they left behind."""
     state_file, private = Path(sys.argv[1]), Path(sys.argv[2])
     numbers = [int(text) for text in sys.argv[3:7]]
     supervisor, agent = ProcessId(*numbers[:2]), ProcessId(*numbers[2:])
@@ -33,7 +33,7 @@ def main() -> None:
     own = ProcessId.own()
     children = (seen | recorded_children(state_file, supervisor)) - {own}
     if is_alive(supervisor):
-        # The supervisor first: its watch would take the end of a child for a failure of the pool.
+        # The supervisor first: its watch would mistake the end of a child for a failure of the pool.
         sweep({supervisor}, grace_s=0.0)
     sweep(children, grace_s=TERMINATE_S)
     remove_private_directory(private)

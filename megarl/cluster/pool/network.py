@@ -1,4 +1,4 @@
-"""A node's own address, by which the other nodes of the job reach it, and what keeps a single node on loopback."""
+"""A node's address for the other nodes of the job, and settings that keep a single node on loopback."""
 
 from __future__ import annotations
 

@@ -34,18 +34,18 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "supervisor.json"
 STOP_FILE = "supervisor.stop"
 SPEC_FILE = "supervisor_spec.json"
-REBUILDING = "rebuilding"  # the state of a pool whose engines live, while controller and queue are started again
-# In which the supervisor, which looks every 2 s, says that a part has died, or hangs for longer than its bound.
+REBUILDING = "rebuilding"  # the state of a pool whose engines live, while controller and queue restart
+# The supervisor looks every 2 s and reports dead parts, or parts that hang beyond their bound, within this time.
 NOTICED_S = 10.0
 TELL_S = 30.0  # between two lines for the user while engines start
-TROUBLE_S = 10.0  # for which a file system may fail while a run starts
+TROUBLE_S = 10.0  # how long a file system may fail while a run starts
 _complaints = RateLimit(30.0)
 _ENDED = {"failed": "failed", "stopping": "is stopping", "stopped": "stopped"}  # states after which none is "ready"
 
 
 @dataclass(frozen=True)
 class SupervisorHandle:
-    """Holds everything that a rank needs to connect; plain data that can be broadcast.
+    """Everything that a rank needs to connect, as plain data that can be broadcast.
 
     `rebuilds`: how often the pool has started controller and queue again; `partition` is that of the present queue.
     """
@@ -73,20 +73,19 @@ class SupervisorHandle:
         return self.host != platform.node() or is_alive(self.process)
 
     def check(self) -> None:
-        """Raise PoolEnded with the reason if the pool has ended. A wait for the pool calls it now and then.
-
-        A state file that cannot be read now says nothing: a shared file system may fail for a moment.
+        """Raise PoolEnded with the reason if the pool has ended. A wait for the pool calls it now and then. An
+        unreadable state file means nothing: a shared file system may fail for a moment.
         """
         self._checked_state()
 
     def check_parts(self) -> None:
-        """Raise as `check`, and PartsLost if controller and queue are not those of this handle any more."""
+        """Raise as `check`, and PartsLost if controller and queue are no longer those of this handle."""
         state = self._checked_state()
         if state.get("rebuilds", self.rebuilds) != self.rebuilds:
             raise PartsLost(f"the rollout controller and its queue have ended: {state.get('rebuilt_because')}")
 
     def has_lost_parts(self, timeout_s: float) -> bool:
-        """Wait until the supervisor has noticed that controller and queue have ended; False if it has not in time.
+        """Wait until the supervisor has noticed that controller and queue have ended; False if not in time.
 
         Raises as `check`.
         """
@@ -119,7 +118,7 @@ class SupervisorHandle:
 
 @dataclass(frozen=True)
 class SupervisorSpec:
-    """Holds what the launcher passes to the supervisor; `agent` is the process whose end ends the pool.
+    """The launcher's arguments to the supervisor; `agent` is the process whose end ends the pool.
 
     `serves`: the pool has a gateway and no trainer. `gateway_token_file`: a file of the user with the token of the
     gateway's clients; None: one is made.
@@ -164,7 +163,7 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
 
 
 def read_state_again(run_dir: Path, timeout_s: float = TROUBLE_S) -> dict[str, Any] | None:
-    """Read as `read_state`; a file system that fails is asked again for `timeout_s`. Then raises OSError."""
+    """Read as `read_state`, retrying for `timeout_s` while the file system fails. Then raises OSError."""
     deadline = time.monotonic() + timeout_s
     while (state := _state_now(run_dir)) is None and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -180,7 +179,7 @@ def _state_now(run_dir: Path) -> dict[str, Any] | None:
         return read_state(run_dir) or {}
     except OSError as error:
         if _complaints.allows():
-            logger.warning("the state of the rollout pool is not known now, and is read again: %s", error)
+            logger.warning("the state of the rollout pool cannot be read now; reading it again: %s", error)
         return None
 
 
@@ -205,10 +204,10 @@ def launch_supervisor(
 ) -> SupervisorHandle:
     """Start the supervisor here and wait until its Ray head is up; engines continue to start in the background.
 
-    A supervisor that the previous attempt of the same agent left running is reused if it was started with the same
-    config and finds controller and queue alive from now on. `agent_pid`: the process whose end ends the pool
-    (torchrun's agent). `serves` and `gateway_token_file`: see SupervisorSpec. Raises SupervisorFailed if the head does
-    not start within `timeouts.ray_start_s`.
+    A supervisor left running by the previous attempt of the same agent is reused if it has the same config and still
+    finds controller and queue alive. `agent_pid`: the process whose end ends the pool (torchrun's agent). `serves` and
+    `gateway_token_file`: see SupervisorSpec. Raises SupervisorFailed if the head does not start within
+    `timeouts.ray_start_s`.
     """
     run_dir = Path(run_dir).resolve()
     timeouts = Config.model_validate_json(config_json).timeouts
@@ -225,7 +224,7 @@ def launch_supervisor(
         logger.info("reusing the pool of the previous attempt")
     try:
         return attach_supervisor(run_dir, launch_id, timeouts.ray_start_s)
-    except KeyboardInterrupt:  # the caller has no handle by which to end it
+    except KeyboardInterrupt:  # the caller has no handle to end it with
         if (started := _STARTED.get(launch_id)) is not None:
             with suppress(ProcessLookupError):  # it has ended already
                 stop_supervisor(run_dir, ProcessId.of(started.pid), launch_id, timeouts.shutdown_s)
@@ -247,14 +246,14 @@ def _kept_supervisor(run_dir: Path, agent_pid: int, config_json: str) -> str | N
 def _is_sound(run_dir: Path, launch_id: str, timeout_s: float) -> bool:
     """Wait until the supervisor has found controller and queue alive by a look that began after this call.
 
-    What had died when the previous attempt failed may not have been noticed yet. The first look that ends from now on
-    may have begun before; the second has not.
+    A death during the previous attempt may not have been noticed yet. The first look to end from now on may have begun
+    earlier; the second has not.
     """
     before = (read_state_again(run_dir) or {}).get("heartbeats", 0)
     try:
         _await_state(run_dir, launch_id, lambda state: state.get("heartbeats", 0) >= before + 2, timeout_s)
     except SupervisorFailed as error:
-        logger.warning("the pool of the previous attempt is not used again: %s", error)
+        logger.warning("the pool of the previous attempt is not reused: %s", error)
         return False
     return True
 
@@ -305,12 +304,12 @@ def attach_supervisor(run_dir: Path | str, launch_id: str, timeout_s: float) -> 
     )
 
 
-# Supervisors started by this process, by launch id. They are polled, so that none stays a zombie after its end.
+# Supervisors started by this process, by launch id. They are polled so that none stays a zombie.
 _STARTED: dict[str, subprocess.Popen[bytes]] = {}
 
 
 def clean_environment() -> dict[str, str]:
-    """Return this environment without torchrun's variables, which vLLM and torch would take for their own."""
+    """Return this environment without torchrun's variables, which vLLM and torch would use."""
     torchrun = ("TORCHELASTIC_", "GROUP_", "ROLE_")
     exact = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     return {k: v for k, v in os.environ.items() if k not in exact and not k.startswith(torchrun)}
@@ -323,7 +322,7 @@ def _retire_previous(run_dir: Path) -> int:
     if state is None:
         return -1
     process = ProcessId(**state["process"])
-    # Pids of another node mean nothing here: there the node's agent ends the supervisor.
+    # Pids of another node mean nothing here: that node's agent ends its supervisor.
     if state["host"] == platform.node() and is_alive(process):
         stop_supervisor(run_dir, process, state["launch_id"], timeout_s=60.0, host=state["host"])
     return int(state["attempt"])
@@ -355,7 +354,7 @@ def wait_ready(
 
 
 def await_rebuilt(handle: SupervisorHandle, timeout_s: float) -> SupervisorHandle:
-    """Wait until controller and queue have been started again since those of `handle`; return the new handle.
+    """Wait for controller and queue to restart after those of `handle`; return the new handle.
 
     Raises SupervisorFailed if the pool ends instead, or after `timeout_s`.
     """
@@ -370,7 +369,7 @@ def await_rebuilt(handle: SupervisorHandle, timeout_s: float) -> SupervisorHandl
 def _await_state(
     run_dir: Path, launch_id: str, done: Callable[[dict[str, Any]], bool], timeout_s: float
 ) -> dict[str, Any]:
-    """Wait until `done` of the state of this launch's pool. A file system that fails is asked again until then.
+    """Wait until `done` of the state of this launch's pool. Retries while the file system fails.
 
     Raises SupervisorFailed if the pool ends instead, or after `timeout_s`.
     """

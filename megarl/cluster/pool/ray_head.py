@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 
 
 class ReservedPorts(ExitStack):
-    """TCP ports of this host that the kernel gives to nobody who asks for any free port, until `close`.
-
-    Whoever listens on one then keeps it.
+    """TCP ports of this host that the kernel gives to no other request for a free port, until `close`. A listener on
+    one keeps it afterwards.
 
     Each has a socket that is bound but does not listen, with SO_REUSEADDR. Linux leaves such a port out when it chooses
     one, and lets a process take it that asks for this port and has set SO_REUSEADDR too, as servers do: Ray's agents
@@ -60,8 +59,8 @@ logger = logging.getLogger(__name__)
 TOKEN_FILE = "ray_token"
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 256 * MIB
-# Environment of processes that wait for the pool over a network. Without it Ray ends a process from which its head has
-# not been reached for 60 s (Ray 2.60.0), before a call of ours could say who waited for whom; our bounds end it.
+# Environment of processes that wait for the pool over a network. Without it Ray ends a process that has not reached its
+# head for 60 s (Ray 2.60.0), before our call could report who waited for whom. Our own bounds end it.
 PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
 ATTEMPT_S = 30
 MAX_ATTEMPTS = 5
@@ -69,7 +68,7 @@ RAY_PORTS = 3  # of services on each node that `patched_start` gives their ports
 
 
 def access_environment(run_dir: Path, create: bool = False) -> dict[str, str]:
-    """Return the environment by which a run's processes authenticate to its Ray; empty if the user has set their own.
+    """Return the environment with which a run's processes authenticate to its Ray; empty if the user has set their own.
 
     `create`: write a new token to RUN_DIR/ray_token first.
     """
@@ -90,7 +89,7 @@ def node_address() -> str:
 
 @contextmanager
 def loopback_kept() -> Iterator[None]:
-    """Let `ray.init` use 127.0.0.1, by which Ray 2.60.0 binds its sockets to loopback, instead of all interfaces.
+    """Let `ray.init` use 127.0.0.1, so that Ray 2.60.0 binds its sockets to loopback instead of all interfaces.
 
     services.py replaces 127.0.0.1 by the address of the machine's route to the internet.
     """
@@ -106,7 +105,7 @@ def loopback_kept() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RayShare:
-    """Holds the resources that one node offers to Ray."""
+    """The resources that one node offers to Ray."""
 
     num_cpus: int
     num_gpus: int
@@ -136,8 +135,8 @@ def ray_environment() -> dict[str, str]:
         "RAY_worker_register_timeout_seconds": "300",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_raylet_start_wait_time_s": str(ATTEMPT_S),
-        # Ray's head gives up a node after 5 failed checks of up to 13 s, and a raylet that is marked so ends itself
-        # (Ray 2.60.0). After a cut of 30 s connections need more time; the agents find a lost node by themselves.
+        # Ray's head gives up a node after 5 failed checks of up to 13 s, and its raylet then ends itself (Ray 2.60.0).
+        # After a cut of 30 s connections need more time; the agents find a lost node on their own.
         "RAY_health_check_failure_threshold": "15",
     }
 
@@ -221,7 +220,7 @@ class RayHead:
 
 @contextmanager
 def patched_start(reserved: ReservedPorts) -> Iterator[None]:
-    """Patch ray.init and Ray's Node (Ray 2.60.0) where they have no arguments for what is needed.
+    """Patch ray.init and Ray's Node (Ray 2.60.0), which lack arguments for this.
 
     `reserved`: RAY_PORTS ports, kept until Ray ends, because its agents take them only some seconds after its start.
 

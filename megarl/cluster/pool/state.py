@@ -1,4 +1,4 @@
-"""The state of a pool, as its supervisor shows it to the launcher and to the ranks in RUN_DIR/supervisor.json."""
+"""The state of a pool in RUN_DIR/supervisor.json, written by its supervisor for the launcher and the ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 class PoolState:
     """Writes the state, which the supervisor's main thread and its watch change.
 
-    It leaves the file alone once the supervisor of another launch has written there: that of a run that has taken the
-    directory.
+    It leaves the file alone once the supervisor of another launch, whose run took the directory, has written there.
     """
 
     def __init__(
         self, spec: SupervisorSpec, private: Path, complaints: RateLimit, on_replaced: Callable[[str], None]
     ) -> None:
-        """`private`: the pool's private directory; `on_replaced` gets, once, why the file is another launch's."""
+        """`private`: the pool's private directory; `on_replaced` gets the reason once if the file becomes another
+        launch's."""
         self._spec, self._run_dir = spec, Path(spec.run_dir)
         self._complaints, self._on_replaced = complaints, on_replaced
         self._lock = threading.Lock()

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 WATCH_S = 0.5
-MOST_REBUILDS, REBUILD_PERIOD_S = 3, 3600.0  # new controllers and queues that are started in so long a time
+MOST_REBUILDS, REBUILD_PERIOD_S = 3, 3600.0  # how many new controllers and queues may start within how long
 COMPLAIN_S = 30.0  # between two log lines about the same trouble
 
 
@@ -99,7 +99,7 @@ class Supervisor:
     def _start_guardian(self) -> None:
         own = ProcessId.own()
         state_file = self.run_dir / STATE_FILE
-        # By then an orderly tear-down and a forced one would have ended.
+        # By then an orderly and a forced tear-down would have ended.
         agent, patience_s = self.spec.agent, 1.6 * self._orderly_s
         numbers = (own.pid, own.start_time, agent.pid, agent.start_time, patience_s)
         arguments = (str(state_file), str(self._private), *map(str, numbers))
@@ -108,13 +108,12 @@ class Supervisor:
         self._guardian = ProcessId.of(process.pid)
 
     def _descendants(self) -> set[ProcessId]:
-        """Return all descendants except the guardian, which ends by itself after this process."""
+        """Return all descendants except the guardian, which ends on its own after this process."""
         return descendants(os.getpid()) - {self._guardian}
 
     def _keep_serving(self) -> None:
-        """Serve until asked to stop. If controller or queue fail, start both again, as often as is allowed.
-
-        Raises RolloutError with the last reason otherwise.
+        """Serve until asked to stop. If controller or queue fail, restart both as often as allowed, then raise
+        RolloutError with the last reason.
         """
         while True:
             try:
@@ -125,7 +124,7 @@ class Supervisor:
                 self._rebuild(str(error))
 
     def _may_rebuild(self, now: float) -> bool:
-        """Return whether controller and queue may be started again: not too often in a short time."""
+        """Return whether controller and queue may restart: not too often in a short time."""
         return sum(now - each < REBUILD_PERIOD_S for each in self._rebuilt_at) < MOST_REBUILDS
 
     def _rebuild(self, reason: str) -> None:
@@ -136,7 +135,7 @@ class Supervisor:
         self._rebuilt_at.append(time.monotonic())
         count = len(self._rebuilt_at)
         self._state.publish(state=REBUILDING, rebuilds=count, rebuilt_because=reason)
-        write_notice(self.run_dir, f"{reason}; the rollout controller and the queue are started again")
+        write_notice(self.run_dir, f"{reason}; restarting the rollout controller and the queue")
         partition = f"{self.spec.partition}.{count}"
         self._actors.replace_controller(partition)
         self._state.publish(state="ready", partition=partition)
@@ -161,8 +160,7 @@ class Supervisor:
             next_beat = time.monotonic() + HEARTBEAT_S
             asked_at = asked_at or time.monotonic()
             try:
-                # The last look gets some time as well: that it could not be reached, and not that it was late, is the
-                # reason of a cut.
+                # The last look gets some time too, so that a cut is reported as unreachable, not as late.
                 ray.get(heartbeat.remote(), timeout=max(HEARTBEAT_S, asked_at + bound - time.monotonic()))
             except ray.exceptions.RayTaskError as error:
                 raise RolloutError(cause_of(error)) from error
@@ -174,7 +172,7 @@ class Supervisor:
                         f"(timeouts.rpc_s): {cause_of(error)}"
                     ) from error
                 if self._complaints.allows():
-                    logger.warning("the rollout controller cannot be reached and is asked again: %s", cause_of(error))
+                    logger.warning("the rollout controller cannot be reached; trying again: %s", cause_of(error))
                 continue
             except Exception as error:
                 raise RolloutError(f"the rollout controller does not answer: {cause_of(error)}") from error
@@ -191,7 +189,7 @@ class Supervisor:
             self._stop.set()
 
     def _force_exit(self) -> None:
-        """End everything from the watch thread, because the main thread is stuck in a library's call."""
+        """End everything from the watch thread, because the main thread is stuck in a library call."""
         logger.error("the orderly tear-down took more than %.0f s: killing what is left", self._orderly_s)
         try:
             left = sweep(self._record_descendants(), grace_s=0.0)
@@ -208,14 +206,14 @@ class Supervisor:
         return self._state.record_children(self._descendants())
 
     def _watch(self) -> None:
-        """Check twice a second, for the life of this process: no error, of whatever kind, may end this thread."""
+        """Check twice a second for the life of this process: no error may end this thread."""
         recorded: set[ProcessId] = set()
         while True:
             try:
                 recorded = self._watch_once(recorded)
             except Exception:
                 if self._complaints.allows():
-                    logger.exception("the watch of the supervisor failed, and goes on")
+                    logger.exception("the watch of the supervisor failed; it continues")
             time.sleep(WATCH_S)
 
     def _watch_once(self, recorded: set[ProcessId]) -> set[ProcessId]:
@@ -242,7 +240,7 @@ class Supervisor:
             return False
         except OSError as error:
             if self._complaints.allows():
-                logger.warning("it is not known now whether the pool is asked to stop: %s", error)
+                logger.warning("cannot check now whether the pool is asked to stop: %s", error)
             return False
 
     def _start_ray(self) -> None:
@@ -254,7 +252,7 @@ class Supervisor:
         if config.ray.address is None:
             os.environ.update(access_environment(self.run_dir, create=True))
         os.environ.update(one_node_environment(config.ray))
-        run_token()  # raises now, not after the engines' start, if the queue could not be locked
+        run_token()  # raises now, not after the engines' start, if the queue cannot be locked
         if config.ray.address is None:
             share = rollout_share(config, cuda=self.spec.cuda)
             self._head = RayHead(
@@ -297,7 +295,7 @@ class Supervisor:
             time.sleep(0.2)
 
     def _start_actors(self) -> None:
-        """Start the actors and say where the gateway is. Raises RolloutError naming the first that failed."""
+        """Start the actors and report the gateway's address. Raises RolloutError naming the first that failed."""
         self._actors.start()
         if self._actors.gateway is not None:
             self._state.publish(gateway=self._actors.gateway.url)

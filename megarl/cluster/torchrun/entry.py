@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def create(params: RendezvousParameters) -> RendezvousHandler:
     """Return the handler of one agent, see `megarl.cluster.torchrun.rendezvous`. torchrun calls it in its own
     process."""
-    from megarl.cluster.torchrun.rendezvous import open_rendezvous  # torch's modules import this one
+    from megarl.cluster.torchrun.rendezvous import open_rendezvous  # torch's modules import this module
 
     return open_rendezvous(params)
 

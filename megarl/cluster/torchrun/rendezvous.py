@@ -1,7 +1,7 @@
 """torchrun's rendezvous backend `megarl`: its stores listen on one address, and its state is signed.
 
 torchrun's own backend `c10d` listens on all addresses of the host and unpickles the state that it finds in its store
-(torch 2.13), so whoever reaches the port runs code in every node's torchrun. Here an agent unpickles a state only if
+(torch 2.13), so anyone who reaches the port runs code in every node's torchrun. Here an agent unpickles a state only if
 another agent of the same run has signed it.
 
 torchrun finds the backend through the entry point group `torchrun.handlers` (`entry.py`). A job on several
@@ -114,7 +114,7 @@ class BoundHandler(DynamicRendezvousHandler):
 
 
 def wait_for_ranks(store: Store) -> None:
-    """Let the torchrun of this process wait after its first stop signal as long as its ranks have asked for in `store`.
+    """Extend the shutdown timeout of this process's torchrun to what its ranks requested in `store`.
 
     torchrun (torch 2.13, elastic/agent/server/api.py) kills its ranks 30 s after it has passed a signal on, which may
     cut a save. A --shutdown-timeout of the user's holds. Who else writes to the store can only lengthen the wait for
@@ -135,7 +135,7 @@ def wait_for_ranks(store: Store) -> None:
 
 
 def tell_seconds_to_stop(environment: Mapping[str, str], seconds: int, timeout_s: float) -> None:
-    """Ask the torchrun that has started this rank for the time that its ranks may need after a stop signal.
+    """Request from this rank's torchrun the time that its ranks may need after a stop signal.
 
     `environment`: that of the rank; without torchrun's store, or with another rendezvous, nothing is asked.
     `timeout_s`: of a request to the store.

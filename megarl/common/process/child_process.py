@@ -30,11 +30,11 @@ _REPORT = TypeAdapter(dict[str, Any])
 
 
 class AnswerError(ValueError):
-    """A message of a child is not the answer that is waited for."""
+    """A message of a child is not the expected answer."""
 
 
 class StartError(RuntimeError):
-    """A child ended during its start, or sent what is no report."""
+    """A child ended during its start, or did not send a report."""
 
 
 def checked_answer(encoded: bytes, kind: TypeAdapter[CheckedAnswer]) -> CheckedAnswer:
@@ -42,7 +42,7 @@ def checked_answer(encoded: bytes, kind: TypeAdapter[CheckedAnswer]) -> CheckedA
     try:
         return kind.validate_json(encoded, strict=True)
     except ValidationError as error:
-        raise AnswerError(f"a message that is no answer: {encoded[:60]!r}") from error
+        raise AnswerError(f"a message that is not an answer: {encoded[:60]!r}") from error
 
 
 class ChildProcess:
@@ -61,7 +61,7 @@ class ChildProcess:
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # so that processes which it starts are killed with it
+                start_new_session=True,  # so that its own child processes are killed with it
             )
 
     @property
@@ -90,14 +90,13 @@ class ChildProcess:
         return report
 
     def kill(self) -> None:
-        """Send SIGKILL to the process and to all that it started, and reap it. Any thread may call it, also repeatedly.
-
-        Its children are killed if it has ended itself, too. Not found are children that have left its session, if it
-        has ended before this call: they have another parent then.
+        """Send SIGKILL to the process and its descendants, and reap it. Any thread may call it, also repeatedly. Its
+        children are killed even if it has already ended, except those that left its session, which then have another
+        parent.
         """
         if self._process.returncode is not None:
             return
-        kill_session(self._process.pid)  # it has not been reaped, so no other one can have its number
+        kill_session(self._process.pid)  # not reaped yet, so no other process can have its number
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=REAP_S)
 
@@ -107,7 +106,7 @@ class ChildProcess:
         self.connection.close()
 
     def ending(self, within_s: float = 2.0) -> str:
-        """Describe how the process ended. It is not reaped, so that its number stays its own until `kill`."""
+        """Describe how the process ended. It is not reaped, so its number stays reserved until `kill`."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             if self._process.returncode is not None:
@@ -121,7 +120,7 @@ class ChildProcess:
 
 
 def kill_session(pid: int) -> None:
-    """Send SIGKILL to a process that leads a session, and to all that it has started, outside of the session too."""
+    """Send SIGKILL to a session leader and to all its descendants, also outside the session."""
     apart = descendants(pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

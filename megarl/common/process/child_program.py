@@ -1,7 +1,7 @@
 """A child process's own side of the protocol that `megarl.common.process.child_process` describes.
 
-It runs code of users, which may fork. A child of its own that comes back from such code would answer a second time what
-its parent was asked, so it has no connection, and ends where the code returns.
+It runs code of users, which may fork. A forked child that returns from such code would answer its parent's request a
+second time, so it has no connection and ends where the code returns.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class ChildProgram:
         """`in_forked_child`: what else a child of this process has to give up."""
         descriptor, parent_pid = int(sys.argv[1]), int(sys.argv[2])
         die_with_parent(parent_pid)
-        os.dup2(2, 1)  # what the code prints belongs into the log, not into the output of a command
+        os.dup2(2, 1)  # the code's output belongs in the log, not in the output of a command
         os.set_inheritable(descriptor, False)
         self.connection, self._pid = socket.socket(fileno=descriptor), os.getpid()
 
         def give_up() -> None:
             in_forked_child()
-            self.connection.close()  # else the parent would not see that this process has ended
+            self.connection.close()  # otherwise the parent would not see that this process has ended
 
         os.register_at_fork(after_in_child=give_up)
 
@@ -42,12 +42,12 @@ class ChildProgram:
         return receive_frame(self.connection, MAX_MESSAGE)
 
     def send(self, message: bytes) -> None:
-        """Answer, if this is not a child that was forked meanwhile."""
+        """Answer, unless this is a forked child."""
         self.end_if_forked()
         send_frame(self.connection, message)
 
     def end_if_forked(self) -> None:
-        """End this process if it is a child that the code has forked, and that has come back from it."""
+        """End this process if the code forked it and it has returned."""
         if os.getpid() != self._pid:
             os.write(2, b"a child that user code had forked came back from it: it was ended\n")
             os._exit(0)

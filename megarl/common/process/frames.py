@@ -1,7 +1,7 @@
-"""Messages between a process and one that it started: a length, then as many bytes.
+"""Messages between a process and its child: a length, then as many bytes.
 
-Both sides are bounded: a message that is longer than the receiver expects is refused before it is read, and the whole
-of a message has to come within the time that is given. `multiprocessing.connection` has neither bound.
+Both sides are bounded: a message that is longer than the receiver expects is refused before it is read, and a whole
+message must arrive within the given time. `multiprocessing.connection` has neither bound.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ async def read_frame(reader: asyncio.StreamReader, limit: int) -> bytes:
     """
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > limit:
-        raise FrameError(f"a message of {length} bytes, where {limit} is the most")
+        raise FrameError(f"a message of {length} bytes, with a limit of {limit}")
     return await reader.readexactly(length)
 
 
@@ -49,7 +49,7 @@ def receive_frame(connection: socket.socket, limit: int, timeout_s: float | None
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size, deadline))
     if length > limit:
-        raise FrameError(f"a message of {length} bytes, where {limit} is the most")
+        raise FrameError(f"a message of {length} bytes, with a limit of {limit}")
     return _receive(connection, length, deadline)
 
 

@@ -1,4 +1,4 @@
-"""Tokens of unfinished responses are held in vLLM's engine process for a moment, and sent together.
+"""Holds tokens of unfinished responses in vLLM's engine process for a moment, to send them together.
 
 vLLM sends the tokens of each engine step in a message of its own, with three small arrays for each response. To pack,
 send, unpack and file these costs processor time twice, in the engine's process and in its front end. megarl looks at
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import LogprobsLists
 
 VARIABLE = "MEGARL_HOLD_OUTPUTS_S"  # set in the environment of the engines of a run; others send each step's tokens
-HOLD_S = 0.2  # as long as the gateway waits between two pieces of a streamed response
+HOLD_S = 0.2  # the gateway's wait between two pieces of a streamed response
 
 
 def hold_within(report_interval_s: float) -> float:
@@ -65,7 +65,7 @@ class HeldOutputs:
                 self._flush()
 
     def _take(self, client: int, outputs: EngineCoreOutputs) -> None:
-        """Send what ends a response or says more than tokens, and hold the rest."""
+        """Send outputs that end a response or have more than tokens, and hold the rest."""
         held = self._held.setdefault(client, {})
         due: list[EngineCoreOutput] = []
         for output in outputs.outputs:

@@ -18,7 +18,7 @@ _STEP_BYTES = 2**26
 def map_blocks_from(size: int) -> None:
     """Map each block of at least `size` bytes separately, and return free memory to the system now.
 
-    Blocks that are allocated and freed in different orders would else leave gaps in the heap, which then grows.
+    Blocks that are allocated and freed in different orders would otherwise leave gaps in the heap, which then grows.
     """
     if (libc := _glibc()) is not None:
         libc.mallopt(_M_MMAP_THRESHOLD, size)
@@ -28,7 +28,7 @@ def map_blocks_from(size: int) -> None:
 def map_large_blocks(size: int) -> None:
     """Map each block of at least `size` bytes separately for good, and keep no more than two of that size when freed.
 
-    By itself glibc raises both limits to the largest block that was ever freed, up to 32 MiB and 64 MiB.
+    By default glibc raises both limits to the largest block ever freed, up to 32 MiB and 64 MiB.
     """
     if (libc := _glibc()) is not None:
         libc.mallopt(_M_MMAP_THRESHOLD, size)
@@ -49,13 +49,13 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return the memory that is free now to the system, also where `keep_freed_memory` keeps what is freed later."""
+    """Return currently free memory to the system, even where `keep_freed_memory` keeps memory that is freed later."""
     if (libc := _glibc()) is not None:
         libc.malloc_trim(0)
 
 
 def anonymous_bytes(process: int | str = "self") -> int:
-    """Return the bytes of memory that is a process's own: neither a file's nor shared by mapping one."""
+    """Return the bytes of a process's private memory: neither of a file nor shared by mapping one."""
     with open(f"/proc/{process}/status", encoding="utf-8", errors="replace") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon:")) * 1024
 
@@ -81,7 +81,7 @@ def begin_start() -> None:
 
 
 def end_start() -> None:
-    """Collect as Python does by itself, but not the objects that exist now (see `exempt_present_objects`)."""
+    """Let Python collect as usual, except the objects that exist now (see `exempt_present_objects`)."""
     exempt_present_objects()
     gc.set_threshold(*_PYTHONS_OWN)
 
@@ -112,17 +112,16 @@ def collect_young_objects() -> None:
 
 
 def collect_for_loops(*, shipped: bool) -> None:
-    """Choose between both for a process that runs many agent loops.
-
-    `shipped`: only megarl's own loops, which make next to no cycles. What others make, such as clients of HTTP, may be
-    in cycles that outlive a collection of young objects, and would stay.
+    """Choose between both for a process that runs many agent loops. `shipped`: only megarl's own loops, which make
+    almost no cycles. Objects of other loops, such as HTTP clients, may be in cycles that outlive a collection of young
+    objects, and would stay.
     """
     (collect_young_objects if shipped else collect_rarely)()
 
 
 @contextmanager
 def collections_paused() -> Iterator[None]:
-    """Collect nothing meanwhile. For work at a start that takes less time than a visit of all objects."""
+    """Disable collections in the block, for work at a start that takes less time than a visit of all objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:

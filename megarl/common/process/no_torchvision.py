@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from types import SimpleNamespace
 
-VARIABLE = "MEGARL_VISION"  # in the environment of an engine whose model sees
+VARIABLE = "MEGARL_VISION"  # in the environment of an engine with a vision model
 VERSIONS = {"vllm": "0.32", "transformers": "5.19"}
 
 
@@ -31,7 +31,7 @@ def apply() -> None:
 
 
 def resize_of_images() -> None:
-    """Find `smart_resize` in Pillow's module. vLLM imports it from the one that imports torchvision."""
+    """Find `smart_resize` in Pillow's module. vLLM imports it from the module that imports torchvision."""
     from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pillow
 
     sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", pillow)

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-# A log that has become larger is copied to LOG.1, which replaces an older copy, and begun again.
+# A larger log is copied to LOG.1, replacing an older copy, and restarted.
 LOG_BYTES = 256 << 20
 
 
 class LossyFile(io.RawIOBase):
-    """Writes to a descriptor, and drops what it does not take. `before` is called before each write."""
+    """Writes to a descriptor, and drops what it cannot write. `before` is called before each write."""
 
     def __init__(self, descriptor: int, before: Callable[[], None] = lambda: None) -> None:
         self._descriptor, self._before = descriptor, before
@@ -72,8 +72,8 @@ class RotatingLog:
     def rotate_if_large(self) -> None:
         """Copy the file to LOG.1 and empty it if it has become too large. What is written meanwhile may be lost.
 
-        It stays the same file, because children write to it too. If the copy fails, it is written on, and the next try
-        comes after as many bytes again.
+        It stays the same file, because children write to it too. If the copy fails, writing continues, and the next
+        attempt comes after as many bytes again.
         """
         with suppress(OSError):
             size = os.fstat(1).st_size

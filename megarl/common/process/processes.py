@@ -92,7 +92,7 @@ def this_place() -> str:
 
 
 def has_ended(process: ProcessId, place: str) -> bool | None:
-    """Return whether a process of a place (`this_place`) has ended; None if that cannot be seen from here.
+    """Return whether a process of a place (`this_place`) has ended; None if this cannot be seen from here.
 
     Hosts and containers may share a directory: the pids of another place mean nothing here.
     """
@@ -105,7 +105,7 @@ def has_ended(process: ProcessId, place: str) -> bool | None:
 
 
 def still_alive(processes: Iterable[ProcessId]) -> set[ProcessId]:
-    """Return those that still run. Whoever records processes for long drops the others, or the record only grows."""
+    """Return those that still run. A long-lived record of processes must drop the others, or it only grows."""
     return {process for process in processes if is_alive(process)}
 
 
@@ -148,7 +148,7 @@ def die_with(process: ProcessId, name: str, interval_s: float = 1.0) -> threadin
 def descendants(pid: int) -> set[ProcessId]:
     """Return all living descendants of `pid`, without `pid` itself.
 
-    A process whose parent has ended is not found: callers that need it have to record it before.
+    A process whose parent has ended is not found: callers that need it must record it before.
     """
     try:
         children = psutil.Process(pid).children(recursive=True)

@@ -11,7 +11,7 @@ import msgspec
 T = TypeVar("T")
 
 CHUNK_BYTES = 1 << 20  # that are read at a time
-LONGEST_LINE = 16 << 20  # a longer one is left out, so that it is never held
+LONGEST_LINE = 16 << 20  # a longer one is left out and never held in memory
 
 
 class JsonLines:
@@ -49,7 +49,7 @@ class JsonLines:
                 self.position, held, self._within = self.position + len(held), b"", True
 
     def decoded(self, file: BinaryIO, decoder: msgspec.json.Decoder[T], end: int | None = None) -> Iterator[T]:
-        """Yield the content of those lines. One that a full disk or a kill has torn is left out."""
+        """Yield the content of those lines. Lines torn by a full disk or a kill are left out."""
         for line in self.lines(file, end):
             if (content := self.decode(line, decoder)) is not None:
                 yield content

@@ -1,4 +1,4 @@
-"""Messages for the user's terminal from processes that have none: lines of RUN_DIR/logs/notices.jsonl.
+"""Messages for the user from processes without a terminal: lines of RUN_DIR/logs/notices.jsonl.
 
 A process of the pool writes a notice; the process that owns the terminal (trainer rank 0, or `megarl eval`) watches the
 file and shows what is new. Nothing waits for either of them. A full file is renamed to notices.1.jsonl, and the one
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 3000  # of one notice
 FULL_BYTES = 4 << 20  # of the file
-_MOST_WAITING = 100  # notices that the disk has not taken
+_MOST_WAITING = 100  # notices that could not be written
 _lock = threading.Lock()
 _waiting: dict[Path, deque[bytes]] = {}
 
@@ -42,9 +42,8 @@ def older_notices_file(run_dir: Path) -> Path:
 
 
 def write_notice(run_dir: Path, text: str) -> None:
-    """Append a notice, which is in this process's log as well.
-
-    What a full disk does not take is written before the next notice; of many the oldest are left out.
+    """Append a notice, which is also in this process's log. If the disk is full, it is written before the next notice;
+    of too many, the oldest are dropped.
     """
     logger.warning("notice: %s", text)
     line = json.dumps({"text": text[:MAX_CHARACTERS], "wall_time": round(time.time(), 3)}) + "\n"
@@ -55,8 +54,8 @@ def write_notice(run_dir: Path, text: str) -> None:
             _append(run_dir, lines)
             del _waiting[run_dir]
         except OSError as error:
-            lines[0] = b"\n" + lines[0].lstrip()  # after the beginning of it that may have been written
-            logger.warning("the notice could not be written, and is kept for the next one: %s", error)
+            lines[0] = b"\n" + lines[0].lstrip()  # after its possibly written beginning
+            logger.warning("the notice could not be written and is kept until the next one: %s", error)
 
 
 def _append(run_dir: Path, lines: deque[bytes]) -> None:
@@ -76,7 +75,7 @@ def _append(run_dir: Path, lines: deque[bytes]) -> None:
 
 
 def printable(text: str) -> str:
-    """Return the text without characters that would control a terminal: it may quote what a model has written."""
+    """Return the text without terminal control characters, because it may quote a model."""
     return "".join(each if each.isprintable() or each == "\n" else f"\\x{ord(each):02x}" for each in text)
 
 
@@ -100,13 +99,13 @@ class NoticeWatch:
         self._thread.start()
 
     def show_new(self, within_s: float = 5.0) -> None:
-        """Show what has been written until now. Returns after `within_s` at the latest: the disk may hang."""
+        """Show all notices written so far. Returns within `within_s`, because the disk may hang."""
         look = threading.Thread(target=self._look, name="show-notices", daemon=True)
         look.start()
         look.join(within_s)
 
     def close(self) -> None:
-        """Show what is left and end the thread. May be called again."""
+        """Show the rest and end the thread. May be called again."""
         self._closed.set()
         self._thread.join(timeout=5.0)
 

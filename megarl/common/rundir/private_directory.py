@@ -48,7 +48,7 @@ def keep_kernels(otherwise: Callable[[], Path]) -> None:
         os.environ[KERNEL_CACHE_VARIABLE] = str(_of_user())
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         directory = otherwise()
-        logger.warning("compiled kernels are kept for this run only, in %s: %s", directory, error)
+        logger.warning("compiled kernels are kept only for this run, in %s: %s", directory, error)
         os.environ[KERNEL_CACHE_VARIABLE] = str(directory / "torchinductor")
 
 
@@ -101,7 +101,7 @@ def use_private_directory(directory: Path) -> None:
 def remove_private_directory(directory: Path) -> None:
     """Remove the directory and the named semaphores and shared memory of its processes. Repeatable, never raises."""
     for path in _shared(directory):
-        with contextlib.suppress(OSError):  # it is gone, or the system refuses
+        with contextlib.suppress(OSError):  # gone, or refused by the system
             path.unlink()
     shutil.rmtree(directory, ignore_errors=True)
 
@@ -115,12 +115,12 @@ def sweep_dead_directories() -> list[Path]:
             remove_private_directory(directory)
             removed.append(directory)
     if removed:
-        logger.info("removed what dead runs have left: %s", ", ".join(map(str, removed)))
+        logger.info("removed the remains of dead runs: %s", ", ".join(map(str, removed)))
     return removed
 
 
 def name_shared_memory() -> None:
-    """Let the names of this process's semaphores and shared memory, and its children's semaphores, tell their run.
+    """Mark the names of this process's semaphores and shared memory, and its children's semaphores, with their run.
 
     Does nothing outside a run. multiprocessing has no public way: the prefix of semaphores is part of the process's
     configuration, which its children inherit; that of shared memory belongs to a module, and is set in each process.
@@ -150,7 +150,7 @@ def _shared(directory: Path) -> Iterator[Path]:
     # vLLM names the memory that workers on the CPU share after the file by which they find each other.
     files = "|".join(re.escape(path.name) for path in directory.glob("tmp/vllm_dist_*"))
     ours = re.compile(rf"sem\.{tag}-.*|{tag}[0-9a-f]{{4,}}" + (rf"|({files})-.*" if files else ""))
-    with contextlib.suppress(OSError):  # there is none, or it cannot be listed
+    with contextlib.suppress(OSError):  # missing, or cannot be listed
         for path in sorted(SHARED_MEMORY.iterdir()):
             if ours.fullmatch(path.name) and is_own(path):
                 yield path

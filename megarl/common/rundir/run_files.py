@@ -131,7 +131,7 @@ def read_exit(run_dir: Path) -> ExitRecord | None:
         return None
     except msgspec.DecodeError as error:
         raise ExitRecordError(
-            f"{path} is damaged ({error}), so nobody knows how the run ended; RUN_DIR/logs may tell"
+            f"{path} is damaged ({error}), so how the run ended is unknown; see RUN_DIR/logs"
         ) from None
 
 

@@ -154,10 +154,10 @@ class RunClaim:
 def claim(
     run_dir: Path, mine: Holder, node_s: float, say: Callable[[str], object] = lambda text: None, *, force: bool = False
 ) -> RunClaim:
-    """Claim `run_dir`, which is made if it does not exist. A restart of the same run keeps its claim.
+    """Claim `run_dir`, creating it if needed. A restart of the same run keeps its claim.
 
-    While a holder on another host may still run, `say` gets one line and the call waits, `node_s` at most. `force`:
-    take the directory whoever holds it.
+    While a holder on another host may still run, the call reports one line to `say` and waits at most `node_s`.
+    `force`: take the directory whoever holds it.
 
     Raises ConfigError, and has changed nothing, if another run holds the directory or it cannot be written.
     """
@@ -232,7 +232,7 @@ def _take_over(run_dir: Path, mine: Holder, judged: Sighting, node_s: float) -> 
     """Replace the claim that was judged by `mine`. Return False if it is another one by now, or gone.
 
     Starts that judge one claim at the same moment take turns by a lock on its file, and the first one replaces that
-    file: nobody sees the directory without a claim. Where files cannot be locked, a start that loses the race finds
+    file: no reader sees the directory without a claim. Where files cannot be locked, a start that loses the race finds
     out by `RunClaim.renew`. Raises ConfigError if another start holds the lock for `node_s`.
     """
     path, deadline = run_dir / CLAIM_FILE, time.monotonic() + node_s
@@ -266,9 +266,8 @@ def _locked(file: IO[bytes]) -> bool:
 
 
 def other_holder(run_dir: Path, mine: Holder) -> Holder | None:
-    """Return the run that holds `run_dir`, if it is another one than that of `mine`.
-
-    None too if nobody holds it or the claim cannot be read: only a known holder keeps a run from saying how it ended.
+    """Return the run that holds `run_dir`, unless it is the run of `mine`. None too if there is no readable claim: only
+    a known holder keeps a run from recording how it ended.
     """
     try:
         seen = Sighting.of(run_dir)

@@ -36,8 +36,8 @@ def run_token() -> str:
             token = file.read_text().strip()
         except OSError as error:
             raise ValueError(
-                f"process {os.getpid()} has no token of the run ({error}), and without one every stranger could write "
-                "to the run's sockets: without ray.address in the config, unset RAY_AUTH_MODE, so that the run makes a "
+                f"process {os.getpid()} has no token of the run ({error}), and without it any stranger could write to "
+                f"the run's sockets: without ray.address in the config, unset RAY_AUTH_MODE, so that the run makes a "
                 "token of its own; with ray.address, set RAY_AUTH_TOKEN_PATH to the token of that Ray cluster, in the "
                 "environment of every one of its nodes too"
             ) from None

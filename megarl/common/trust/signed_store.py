@@ -13,11 +13,10 @@ from megarl.common.errors import NotAuthentic
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-# Texts under names, with a message authentication code (HMAC-SHA256) of name and text. Pure.
-#
-# Stores of torch accept any value from whoever reaches their port. So each value is signed with a key that only the
-# processes of the run have, and is read only if its code is right: it must have been written by one of them, under the
-# same name, and not be changed in a single bit.
+# Texts under names, with a message authentication code (HMAC-SHA256) of name and text. Pure. torch's stores accept any
+# value from anyone who reaches their port. So each value is signed with a key that only the processes of the run have,
+# and is read only if its code is right: it must have been written by one of them, under the same name, and not be
+# changed in a single bit.
 
 _DIGITS = 64  # hexadecimal digits of the code
 

@@ -34,7 +34,7 @@ def agent_problems(config: Config) -> Iterator[str]:
     elif agent.loop not in (SINGLE_TURN, TOOL_AGENT):
         yield from import_path_problems("agent.loop", agent.loop, f"neither {SINGLE_TURN}, {TOOL_AGENT}, {HARNESS} nor")
     elif agent.kwargs:
-        yield f"agent.kwargs: {agent.loop} takes none, its bounds are keys of `agent`; remove them"
+        yield f"agent.kwargs: {agent.loop} takes none, because its bounds are keys of `agent`; remove them"
     if agent.act is not None and agent.loop != HARNESS:
         yield f"agent.act: {agent.loop} does not call it; set agent.loop: {HARNESS}, or remove it"
     own_lists = [f"{each.key}.tools" for each in all_sets(config) if each.tools]
@@ -42,12 +42,12 @@ def agent_problems(config: Config) -> Iterator[str]:
         yield from _gateway_problems(config)
         brings = "agent.act" if agent.loop == HARNESS else "the environment"
         if own_lists:
-            yield f"{'tools' if config.tools else own_lists[0]}: {brings} brings the tools of its own; remove these"
+            yield f"{'tools' if config.tools else own_lists[0]}: {brings} has its own tools; remove these"
     if agent.loop == SINGLE_TURN and own_lists:
         key = "tools" if config.tools else own_lists[0]
-        yield f"{key}: {SINGLE_TURN} calls none; set agent.loop: {TOOL_AGENT}, or remove them"
+        yield f"{key}: {SINGLE_TURN} calls no tools; set agent.loop: {TOOL_AGENT}, or remove them"
     if agent.loop == TOOL_AGENT and not own_lists:
-        yield f"tools: {TOOL_AGENT} has none to call; list some, or set agent.loop: {SINGLE_TURN}"
+        yield f"tools: {TOOL_AGENT} has no tools to call; list some, or set agent.loop: {SINGLE_TURN}"
     for key, tools in tool_lists(config).items():
         yield from _tool_problems(key, tools)
 
@@ -68,8 +68,9 @@ def _gateway_problems(config: Config) -> Iterator[str]:
         yield f"gateway.enabled: agent.loop: {config.agent.loop} acts through the gateway of the run; set gateway.enabled: true"  # noqa: E501
     if config.ray.address is not None and config.gateway.host is None:
         yield (
-            "gateway.host: in a cluster that is running already (ray.address) the gateway listens at 127.0.0.1, where agents "  # noqa: E501
-            "on other nodes do not reach it; set it to the address of the gateway's node; 127.0.0.1 if there is one node"  # noqa: E501
+            "gateway.host: in an existing cluster (ray.address) the gateway listens at 127.0.0.1, which agents on "
+            "other nodes cannot reach; set it to the address of the gateway's node, or to 127.0.0.1 if there is one "
+            "node"
         )
     key, act_s = "agent.act_timeout_s", config.agent.act_timeout_s
     if config.agent.loop == VERIFIERS:
@@ -78,8 +79,8 @@ def _gateway_problems(config: Config) -> Iterator[str]:
         yield f"{key}: {act_s!r} is not a number of seconds; write it in digits"
     elif act_s >= (bound := config.timeouts.generate_s):
         yield (
-            f"{key}: {act_s:g} s would never fail a sample, because a trainer that has waited "
-            f"timeouts.generate_s={bound:g} s for it ends the run; lower the first or raise the second"
+            f"{key}: {act_s:g} s would never fail a sample, because after timeouts.generate_s={bound:g} s of waiting "
+            "for it the trainer ends the run; lower the first or raise the second"
         )
     if any(pace_problems(config)):
         return
@@ -89,7 +90,7 @@ def _gateway_problems(config: Config) -> Iterator[str]:
     if config.gateway.max_sessions < groups * samples:
         yield (
             f"gateway.max_sessions: {config.gateway.max_sessions}, but {groups} groups of {samples} samples may be "
-            f"generated at a time, each sample in a session of its own; set it to at least {groups * samples}"
+            f"generated at once, each sample in its own session; set it to at least {groups * samples}"
         )
 
 
@@ -138,7 +139,7 @@ def sandbox_problems(config: Config, *, here: bool) -> Iterator[str]:
     users = sandbox_users(config) if here else []
     if users and (problem := sandbox_problem()) is not None:
         for user in users:
-            yield f"{user} runs programs in a sandbox, and there is none here: {problem}"
+            yield f"{user} runs programs in a sandbox, and this machine has none: {problem}"
 
 
 def sandbox_users(config: Config) -> list[str]:
@@ -161,10 +162,10 @@ def _reward_problems(rewards: Mapping[str, RewardConfig]) -> Iterator[str]:
         if judge.timeout_s >= reward.timeout_s:
             yield (
                 f"{key}.kwargs: timeout_s={judge.timeout_s:g}, the time of all tests of a response, is not below "
-                f"reward.timeout_s={reward.timeout_s:g}, after which the sample has failed; raise the latter"
+                f"reward.timeout_s={reward.timeout_s:g}, after which the sample fails; raise the latter"
             )
         if reward.memory_gib is not None and judge.limits.memory_mib > reward.memory_gib * 1024:
             yield (
                 f"{key}.kwargs: memory_mib={judge.limits.memory_mib} is more than reward.memory_gib="
-                f"{reward.memory_gib:g}, which holds for programs too; raise the latter"
+                f"{reward.memory_gib:g}, which also limits programs; raise the latter"
             )

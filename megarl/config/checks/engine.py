@@ -65,7 +65,7 @@ RESERVED: dict[str, str] = {
     "weight_transfer_config": "megarl needs its own weight transfer backend",
     "load_format": "megarl chooses it",
     "quantization": "a quantised engine samples from another policy than the trainer's",
-    "trust_remote_code": "always false: Python code that comes with a model never runs, no supported family needs it",
+    "trust_remote_code": "always false: Python code of a model never runs, and no supported family needs it",
     "enable_lora": "LoRA is not supported",
     "skip_tokenizer_init": "always true: token ids in and out",
 }
@@ -87,8 +87,8 @@ def engine_key_problems(info: ModelInfo) -> Iterator[str]:
     for key, value in FAMILIES[info.family].engine_keys.items():
         if info.raw.get(key) is None:
             yield (
-                f'model.path: its config.json has no {key}, without which vLLM computes another model; add "{key}": '
-                f"{json.dumps(value)}, as the published files have it"
+                f"model.path: its config.json has no {key}, without which vLLM would compute another model; "
+                f'add "{key}": {json.dumps(value)}, as the published files have it'
             )
 
 

@@ -87,7 +87,7 @@ def model_problems(
     if info.vision and megatron.transformer.get("apply_rope_fusion"):
         yield (
             "megatron.transformer.apply_rope_fusion: Transformer Engine's kernel would give every packed sequence the "
-            "image positions of the first one; remove it"
+            "image positions of the first; remove it"
         )
     yield from _expert_problems(parallel, engine, info)
 

@@ -37,8 +37,8 @@ def secret_problems(config: Config, *, here: bool) -> Iterator[str]:
     for key, values in _passed_on(config):
         for place in literal_secrets(values, key):
             yield (
-                f"{place}: by its name a secret, which would be written to config.yaml, checkpoints and trackers; put "
-                "it into an environment variable and write {env: NAME}"
+                f"{place}: its name says that it is a secret, which would be written to config.yaml, checkpoints and "
+                "trackers; put it into an environment variable and write {env: NAME}"
             )
 
 
@@ -76,8 +76,8 @@ def user_environment(path: Path | None) -> dict[str, str]:
         raise ConfigError([f"launch.runtime_env: {path} cannot be read: {error}"]) from None
     if not isinstance(content, dict) or set(content) - {"env_vars"}:
         raise ConfigError([
-            f"launch.runtime_env: {path} may hold `env_vars` only: code and packages are the same on all nodes, "
-            "from the shared file system"
+            f"launch.runtime_env: {path} may only have `env_vars`: code and packages come from the shared file system "
+            f"on all nodes"
         ])  # fmt: skip
     variables = content.get("env_vars") or {}
     if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):

@@ -230,14 +230,14 @@ def _sizes(config: Config) -> Iterator[str]:
             f"{config.sampling.max_tokens}; the penalised range has to end at that limit, so lower it"
         )
     if config.sampling.stop_token_ids is not None and not config.sampling.stop_token_ids:
-        yield "sampling.stop_token_ids: empty, so no response would end by itself; list ids or remove the key"
+        yield "sampling.stop_token_ids: empty, so no response would ever stop; list ids or remove the key"
 
 
 def _vision(config: Config, info: ModelInfo) -> Iterator[str]:
     if not config.data.images_field:
         return
     if info.vision is None:
-        yield f"data.images_field: {info.family} has no vision tower and would not see the images; remove the key"
+        yield f"data.images_field: {info.family} has no vision tower and cannot see the images; remove the key"
     if config.agent.loop == HARNESS:
         yield "data.images_field: harnesses are shown no images; use another agent.loop, or remove the key"
     for number, teacher in enumerate(config.teachers):
@@ -252,8 +252,8 @@ def _deadlines(rollout: RolloutConfig, timeouts: TimeoutsConfig) -> Iterator[str
     deadline, bound = rollout.group_deadline_s, timeouts.generate_s
     if deadline is not None and rollout.on_group_deadline == "finish":
         yield (
-            f"rollout.group_deadline_s: {deadline:g} s would never come, because on_group_deadline: finish lets every "
-            "group end by itself; remove it, or set on_group_deadline to cut or fail"
+            f"rollout.group_deadline_s: {deadline:g} s would never apply, because on_group_deadline: finish has no "
+            f"deadline; remove it, or set on_group_deadline to cut or fail"
         )
     if deadline is not None and deadline >= bound:
         yield (

@@ -69,7 +69,7 @@ def telemetry_problems(telemetry: TelemetryConfig, launch: LaunchConfig, *, here
             yield "telemetry.mlflow_experiment: mlflow is not installed; pip install mlflow-skinny, or leave it null"
         if TRACKING_URI not in given_variables(launch):
             yield (
-                "telemetry.mlflow_experiment: there is no tracking server; set the environment variable "
+                "telemetry.mlflow_experiment: no tracking server is set; set the environment variable "
                 f"{TRACKING_URI} (http://HOST:5000)"
             )
     if telemetry.prometheus_host in ANY_ADDRESS:

@@ -117,9 +117,9 @@ def pace_notes(config: Config) -> Iterator[str]:
     pace, updates = pace_of(config), config.trainer.mini_batches
     if config.run.deterministic and pace.overlaps:
         yield (
-            f"run.deterministic: with admission.mode: {config.admission.mode} a run is not reproducible, because what "
-            "is generated ahead depends on time, and it keeps no journal, so that a resume makes all groups again that "
-            "no checkpoint has; use mode: sync, or remove it"
+            f"run.deterministic: with admission.mode: {config.admission.mode} a run is not reproducible, because "
+            f"groups generated ahead depend on timing, and it keeps no journal, so a resume generates all groups "
+            f"again that no checkpoint has; use mode: sync, or remove it"
         )
     if config.admission.mode != "sync" and not pace.runs_ahead:
         yield (

@@ -25,14 +25,14 @@ def add_mistakes_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all-mistakes",
         action="store_true",
-        help="check data files to their end, and print every row that cannot be used to stdout, one a line as "
-        "FILE:LINE:COLUMN: what is wrong (default: the first 50,000 rows, and ten rows of each kind of mistake)",
+        help="check whole data files and print every unusable row to stdout as FILE:LINE:COLUMN: problem (default: "
+        "the first 50,000 rows, and ten rows of each kind of mistake)",
     )
 
 
 def add_all_argument(parser: argparse.ArgumentParser) -> None:
     """Add `--all` to a command that prints the plan."""
-    parser.add_argument("--all", action="store_true", help="with the plan: show the defaults of the config too")
+    parser.add_argument("--all", action="store_true", help="show the config's defaults with the plan")
 
 
 def mistake_printer(options: argparse.Namespace) -> Callable[[object], None] | None:
@@ -52,7 +52,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a training run."""
     add_config_arguments(parser)
     parser.add_argument(
-        "--dry-run", action="store_true", help="check all, show data, a prompt, reward and plan; start nothing"
+        "--dry-run", action="store_true", help="check everything, show data, a prompt, reward and plan; start nothing"
     )
     add_all_argument(parser)
     add_mistakes_argument(parser)
@@ -68,7 +68,7 @@ def add_force_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="take the run directory even if another run holds it, which then ends without saving",
+        help="take the run directory even if another run holds it; that run then ends without saving",
     )
 
 

@@ -194,8 +194,8 @@ VERL: dict[str, Advice] = {
     "rollout_is_threshold": _weight,
     "rollout_rs": _masks,
     "rollout_rs_threshold": _masks,
-    "rollout_is_batch_normalize": "remove it: weights are not divided by their mean, which would undo what a low mean "
-    "tells; algorithm.correction.cap bounds them",
+    "rollout_is_batch_normalize": "remove it: weights are not divided by their mean, which would hide a low mean; "
+    "algorithm.correction.cap bounds them",
     "bypass_mode": "write algorithm.old_logprobs: rollout with algorithm.correction: {kind: none}, which is the ratio "
     "to the engine's log-probs",
 }

@@ -415,7 +415,8 @@ def in_flight_chunks(layout: Layout, stage: int) -> int:
 
 
 def _norm(sizes: _Sizes, width: int) -> float:
-    """Return the bytes that RMSNorm keeps besides its output: of its input, and else of the normalised input too."""
+    """Return the bytes that RMSNorm keeps in addition to its output: its input, and otherwise the normalised input
+    too."""
     if sizes.norm_is_one_function:
         return width * sizes.element + FP32
     return width * (FP32 + sizes.element) + FP32

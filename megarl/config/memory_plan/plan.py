@@ -236,8 +236,8 @@ def _memory_problems(rollout: RolloutConfig, trainer: Memory, engine: EngineMemo
             return problems
         if memory.peak > memory.limit:
             problems.append(
-                f"rollout: {gib(memory.peak)} per GPU in phase {memory.peak_phase!r}, of {gib(memory.limit)}: the sync "
-                "needs memory besides the share that vLLM uses: lower rollout.gpu_memory_utilization or "
+                f"rollout: {gib(memory.peak)} per GPU in phase {memory.peak_phase!r}, of {gib(memory.limit)}: the "
+                f"sync needs memory outside vLLM's share: lower rollout.gpu_memory_utilization or "
                 "weight_sync.bucket_mb"
             )
     if engine.kv_tokens is not None and engine.kv_tokens < longest:

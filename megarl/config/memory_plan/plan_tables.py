@@ -131,7 +131,8 @@ def _checkpoints(settings: CheckpointConfig) -> str:
 
 
 def _host_memory(plan: RunPlan) -> str:
-    """Return what a save, and a reference policy in host memory, take of a trainer node's memory besides processes."""
+    """Return the memory of a trainer node that a save, and a reference policy in host memory, take in addition to
+    processes."""
     of_rank = plan.trainer.term("optimizer").bytes + plan.trainer.term("weights").bytes // plan.layout.dense_data
     of_rank += sum(
         term.bytes for term in plan.trainer.terms if term.name == "reference weights" and term.when != "always"

@@ -42,24 +42,26 @@ class RunConfig(Section):
     steps: int = Field(..., ge=1, description="Number of training steps.")
     deterministic: bool = Field(
         False,
-        description="Route groups to engines by index instead of load; a run on CPU is then "
-        "bitwise reproducible if nothing is generated ahead (`admission.mode: sync`).",
+        description="Route groups to engines by index instead of load. A run on CPU is then reproducible bit for bit "
+        "if nothing is generated ahead (`admission.mode: sync`).",
     )
     export: bool = Field(True, description="Export the final policy to `RUN_DIR/hf` in Hugging Face format.")
 
 
 class VisionConfig(Section):
-    """Models that see images, and bounds on what these are (docs/training/vision.md); others ignore it."""
+    """Models that see images, and bounds on these images (docs/training/vision.md). Other models ignore this
+    section."""
 
     train: Literal["none", "projector", "all"] = Field(
         "projector",
-        description="What of the vision tower is trained alongside the language model: nothing, its projector, or all.",
+        description="The part of the vision tower that is trained with the language model: nothing, its projector, or "
+        "all.",
     )
     max_pixels: int = Field(
         1_003_520,
         ge=784,
-        description="Larger images are scaled down to so many pixels. A token stands for a square of 28 or 32 pixels a "
-        "side, by the model.",
+        description="Larger images are scaled down to this many pixels. A token stands for a square of 28 or 32 "
+        "pixels a side, by the model.",
     )
     images_per_prompt: int = Field(4, ge=1, description="The most images of one prompt; rows with more are refused.")
 
@@ -74,8 +76,8 @@ class ModelConfig(Section):
     )
     shape: Path | None = Field(
         None,
-        description="Directory with the model's config.json, for planning where `path` does not exist (see recipes). A "
-        "relative one that is not in the current directory is looked for above the config file.",
+        description="Directory with the model's config.json, for planning where `path` does not exist (see recipes). "
+        "A relative path is also searched for above the config file.",
     )
     load_weights: bool = Field(True, description="False keeps Megatron's seeded random initialisation.")
     vision: VisionConfig = VisionConfig()
@@ -146,7 +148,7 @@ class TrainerConfig(Section):
     micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         8192,
         description="Upper bound of packed tokens per micro-batch per DP rank, which context-parallel ranks share; "
-        "auto: as many as fit by the plan with a tenth of the memory free.",
+        "auto: as many as the plan fits, with a tenth of the memory free.",
     )
     micro_batch_patches: int | None = Field(
         None,
@@ -156,8 +158,8 @@ class TrainerConfig(Section):
     )
     recompute: Recompute = Field(
         "auto",
-        description="Activations that the backward pass computes again: none, selective (attention only), the first N "
-        "layers of each stage (a number), full (all layers); auto: the first of these that fits by the plan, with a "
+        description="Activations that the backward pass recomputes: none, selective (attention only), the first N "
+        "layers of each stage (a number), full (all layers). auto: the first of these that the plan fits, with a "
         "tenth of the memory free. Fields `recompute_*` of `megatron.transformer` replace it.",
     )
     router_replay: Literal["none", "r2"] = Field(
@@ -169,8 +171,8 @@ class TrainerConfig(Section):
     max_skipped_steps: int = Field(
         2,
         ge=0,
-        description="Steps that a start of the run may skip because their loss, their gradient or a log-prob is "
-        "not finite. The batch is kept in `RUN_DIR/failed_batch`, and its groups count as failed; the next such step "
+        description="Steps that one start of the run may skip because their loss, gradient or a log-prob is not "
+        "finite. The batch is kept in `RUN_DIR/failed_batch`, and its groups count as failed. The next such step "
         "ends the run.",
     )
     logprob_chunk_tokens: int = Field(1024, ge=1, description="Rows of logits per chunk of the log-prob/entropy pass.")
@@ -194,8 +196,8 @@ class ReferenceConfig(Section):
     refresh_steps: int | None = Field(
         None,
         ge=1,
-        description="The reference takes the policy's weights after every so many steps; null = it keeps those of "
-        "`path`. A checkpoint then holds the reference's weights too.",
+        description="Steps after which the reference takes the policy's weights, which checkpoints then hold too; "
+        "null = it keeps those of `path`.",
     )
 
 
@@ -207,7 +209,8 @@ class BatchConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Sampling of the training responses, always from the whole distribution: the trainer could not rebuild another."""
+    """Sampling of the training responses, always from the whole distribution, the only one that the trainer can
+    recompute."""
 
     temperature: float = Field(1.0, gt=0, description="Temperature; the trainer divides its logits by it as well.")
     max_tokens: int = Field(..., ge=1, description="Upper bound of response tokens, EOS included.")
@@ -227,8 +230,8 @@ class RolloutConfig(Section):
     max_replicas: int | None = Field(
         None,
         ge=1,
-        description="Engines for which the rollout nodes keep places, GPUs included, so that `megarl pool add` can "
-        "start more than `replicas`; default: `replicas`.",
+        description="Engines for which the rollout nodes reserve room and GPUs, for `megarl pool add`; default: "
+        "`replicas`.",
     )
     tensor_parallel: int = Field(1, ge=1, description="GPUs per engine, all on one node.")
     gpus_per_node: int | None = Field(None, ge=1, description="Rollout GPUs on each node; default: all on one node.")
@@ -245,8 +248,8 @@ class RolloutConfig(Section):
     )
     share_gpus: bool = Field(
         False,
-        description="Engines use the trainer's GPUs, in turns: they sleep while it trains, and its state is in host "
-        "memory while they generate (docs/shared-gpus.md).",
+        description="Engines and trainer take turns on the same GPUs: engines sleep during training, and the "
+        "trainer's state is in host memory during generation (docs/shared-gpus.md).",
     )
     max_model_len: int | None = Field(
         None, ge=1, description="Upper bound of prompt + response tokens; default: what data and sampling need."
@@ -256,15 +259,15 @@ class RolloutConfig(Section):
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: as trainer.precision.")
     load_weights: bool = Field(
         False,
-        description="Engines read the model's weights when they start. The first weight sync brings them in any case, "
-        "before the first prompt; only a pool without a trainer (`megarl eval`) needs this.",
+        description="Engines read the model's weights at their start. Only a pool without a trainer (`megarl eval`) "
+        "needs this: otherwise the first weight sync brings them before the first prompt.",
     )
     agent_workers: int = Field(
         0,
         ge=0,
         description="Processes alongside the pool that run the agent loops, with their tools and rewards "
-        "(docs/rollout.md#agent-workers); 0: the controller's own process does. For agents that call tools, one for "
-        "each 1,000 to 5,000 trajectories in flight.",
+        "(docs/rollout.md#agent-workers); 0: the controller's own process does. For agents that call tools, use one "
+        "per 1,000 to 5,000 trajectories in flight.",
     )
     report_interval_s: float = Field(
         5.0,
@@ -274,34 +277,33 @@ class RolloutConfig(Section):
     )
     partial_rollout: bool = Field(
         True,
-        description="A publication pauses running responses, which go on with the new weights. false: it waits until "
-        "they have ended, so that each response is of one version, and new ones wait for it.",
+        description="A publication pauses running responses, which continue with the new weights. false: it waits for "
+        "them to end, so each response has one version; new responses wait for the publication.",
     )
     journal_s: float = Field(
         30.0,
         ge=0,
-        description="Seconds by which the journal of generated tokens (`RUN_DIR/rollout.journal`) may be behind. A run "
-        "that resumes uses finished groups again and continues unfinished ones, as far as `admission.max_staleness` "
-        "allows; 0 = off: it draws them again. "
-        "Without effect with `run.deterministic`.",
+        description="Largest delay in seconds of the journal of generated tokens (`RUN_DIR/rollout.journal`). A "
+        "resumed run reuses finished groups and continues unfinished ones, as far as `admission.max_staleness` "
+        "allows; 0 = off: it draws them again. Without effect with `run.deterministic`.",
     )
     group_deadline_s: float | None = Field(
         None,
         gt=0,
-        description="Seconds after which a prompt group has to end; null = nine tenths of `timeouts.generate_s` where "
-        "generation runs ahead (`admission.mode`), and no limit of its own elsewhere.",
+        description="Seconds within which a prompt group must end; null = nine tenths of `timeouts.generate_s` where "
+        "generation runs ahead (`admission.mode`), else no limit of its own.",
     )
     on_group_deadline: Literal["finish", "cut", "fail"] = Field(
         "cut",
-        description="Unfinished responses at that time: finish them (there is no deadline then), cut them there (they "
-        "count as truncated, see `sampling.truncated`), or fail the group, which is counted with its lengths "
-        "(`rollout/failed_length_mean`). With `cut` and `fail`, a group whose loops have not ended 60 s later fails.",
+        description="Unfinished responses at the deadline: finish them (no deadline), cut them (they count as "
+        "truncated, see `sampling.truncated`), or fail the group, with its lengths in `rollout/failed_length_mean`. "
+        "With `cut` and `fail`, a group whose loops have not ended 60 s later fails.",
     )
     on_group_failure: Literal["count", "stop"] = Field(
         "count",
-        description="A prompt group that cannot be generated or scored: count it as failed, or end the run. In both "
-        "cases the run ends when no engine is left, or when as many consecutive groups have failed as a step has. "
-        "Log-probs that are not finite are a matter of `trainer.max_skipped_steps`.",
+        description="A prompt group that cannot be generated or scored: count it as failed, or end the run. Either "
+        "way the run ends when no engine is left, or when as many groups in a row have failed as a step has. For "
+        "log-probs that are not finite see `trainer.max_skipped_steps`.",
     )
     engine_kwargs: Passed = Field(
         default_factory=dict, description="Further AsyncEngineArgs fields; `{env: NAME}` for a secret."
@@ -328,28 +330,26 @@ class AdmissionConfig(Section):
         None,
         ge=0,
         description="The most updates between the weights of a trajectory's oldest token and the update that trains "
-        "it; at least sync_interval - 1, the default; with one_step_off one step more; with async "
-        f"{DEFAULT_QUOTA} * sync_interval more, rounded up, "
-        "and at least one step.",
+        f"it. Default: sync_interval - 1, the minimum; with one_step_off one step more; with async {DEFAULT_QUOTA} * "
+        "sync_interval more, rounded up, and at least one step.",
     )
     refill: bool = Field(
         False,
-        description="DAPO's dynamic sampling: a finished group whose rewards are all equal is replaced by the next "
-        "group at once, so that a step has `batch.groups` groups that can be trained on. Needs "
-        "`algorithm.filter_zero_variance`.",
+        description="DAPO's dynamic sampling: the next group immediately replaces a finished one whose rewards are "
+        "all equal, so a step has `batch.groups` groups to train on. Needs `algorithm.filter_zero_variance`.",
     )
     refill_limit: int = Field(
         10,
         ge=1,
-        description="The most groups that `refill` replaces per step, in multiples of `batch.groups`; further ones are "
-        "part of the step, and filtered by the trainer.",
+        description="The most groups that `refill` replaces per step, in multiples of `batch.groups`. Further ones "
+        "enter the step, and the trainer filters them.",
     )
     max_uses: int = Field(
         1,
         ge=1,
-        description="The most steps that train a group, all within `max_staleness`. With more than 1, a step for which "
-        "too few new groups have finished when the trainer has nothing else to do is filled up with groups of earlier "
-        "steps. The steps within the bound are shared: about 1 / max_uses as many groups are generated ahead.",
+        description="The most steps that train a group, all within `max_staleness`. Above 1, a step whose new groups "
+        "are too few while the trainer is idle is filled with groups of earlier steps. Only about 1 / max_uses as "
+        "many groups are then generated ahead.",
     )
 
 
@@ -364,11 +364,11 @@ class WeightSyncConfig(Section):
     )
     recompute_kv: bool = Field(
         True,
-        description="Recompute KV caches of in-flight requests after a sync. false: they go on with the values of the "
-        "old weights; requests that begin afterwards use none of them.",
+        description="Recompute KV caches of in-flight requests after a sync. false: they continue with values of the "
+        "old weights, which later requests do not use.",
     )
     restarts: int = Field(
-        1, ge=0, description="Times a failed sync is repeated, without the replicas that made it fail or with new ones."
+        1, ge=0, description="How often a failed sync is repeated, without the failed replicas or with new ones."
     )
 
 

@@ -31,8 +31,8 @@ class ToolConfig(Section):
     kwargs: Passed = Field(default_factory=dict, description="Arguments of the tool; `{env: NAME}` for a secret.")
     in_worker: bool = Field(
         False,
-        description="For a class: its object is in the process of the loops. A call costs some tenths of a millisecond "
-        "less, but one that blocks holds up all loops there, and one that hangs cannot be killed.",
+        description="For a class: keep its object in the process of the loops. A call costs some tenths of a "
+        "millisecond less, but a blocking call delays all loops there, and a hanging one cannot be killed.",
     )
 
     @property
@@ -50,7 +50,7 @@ class AgentConfig(Section):
         "`act` talks with the model through the gateway. Or the import path `package.module:Class` of a loop.",
     )
     kwargs: Passed = Field(
-        default_factory=dict, description="Arguments of the class of a loop of one's own; further ones of `act`."
+        default_factory=dict, description="Arguments of your own loop's class, or further arguments of `act`."
     )
     act: str | None = Field(
         None,
@@ -66,15 +66,14 @@ class AgentConfig(Section):
     max_turns: int | None = Field(
         None,
         ge=1,
-        description=f"Turns of the model; the last one of `{TOOL_AGENT}` may call no tool. In any other loop and in "
-        f"`{HARNESS}` the requests of a trajectory. null: {TOOL_AGENT_TURNS} for `{TOOL_AGENT}`, else {LOOP_TURNS}.",
+        description=f"Turns of the model, of which `{TOOL_AGENT}`'s last one may call no tool; in other loops the "
+        f"requests of a trajectory. null: {TOOL_AGENT_TURNS} for `{TOOL_AGENT}`, else {LOOP_TURNS}.",
     )
     max_tool_calls: int = Field(32, ge=0, description="Calls of tools; further ones are answered with an error.")
     max_calls_per_turn: int | None = Field(
         None,
         ge=1,
-        description=f"Calls of one turn that `{TOOL_AGENT}` looks at, from the first one; further ones get no answer. "
-        "null: all of them.",
+        description=f"The most calls of one turn that `{TOOL_AGENT}` reads; further ones get no answer. null: all.",
     )
     max_malformed_calls: int = Field(
         4, ge=0, description="Calls that cannot be read and are answered with an error; the next one ends the loop."
@@ -84,7 +83,9 @@ class AgentConfig(Section):
         300.0, gt=0, description="Seconds of all calls; further ones are answered with an error."
     )
     max_tool_output_chars: int = Field(
-        8192, ge=64, description="Characters of one answer of a tool; a longer one is cut, and a note takes the place."
+        8192,
+        ge=64,
+        description="Characters of one answer of a tool. A longer one is cut, with a note in place of the cut part.",
     )
     tool_output_cut: Literal["beginning", "middle", "end"] = Field(
         "middle", description="The part of a longer answer that is left out."
@@ -92,17 +93,17 @@ class AgentConfig(Section):
     tool_output_note: str = Field(
         "\n[... {left_out} characters left out ...]\n",
         max_length=1000,
-        description="The note in the place of what is left out; `{left_out}` becomes its number of characters.",
+        description="The note in place of the cut part; `{left_out}` becomes its number of characters.",
     )
     on_overflow: Literal["truncate", "fail"] = Field(
         "truncate",
-        description="If a tool's answer does not fit into the rest of `sampling.max_tokens`, which bounds all tokens "
-        "after the prompt: the trajectory ends before it and counts as truncated (`sampling.truncated`), or it fails. "
-        f"The same if `act` of `loop: {HARNESS}` fails because the gateway has refused a request at a bound.",
+        description="When a tool's answer does not fit into `sampling.max_tokens`, which bounds all tokens after the "
+        "prompt: end the trajectory before it, as truncated (`sampling.truncated`), or fail it. Also when `act` of "
+        f"`loop: {HARNESS}` fails because the gateway refused a request at a bound.",
     )
     tool_format: Literal["template", "hermes"] = Field(
         "template",
-        description="The way in which the model writes a call, for the gateway too: as its chat template does, in JSON, "  # noqa: E501
-        "as its name and JSON, or in tags with an element for each argument; or `<tool_call>` with JSON, as Hermes and "
-        "Qwen do.",
+        description="How the model writes a call, also through the gateway. template: as its chat template does (JSON, "
+        "a name and JSON, or tags with an element per argument). hermes: `<tool_call>` with JSON, as Hermes and Qwen "
+        "do.",
     )

@@ -14,7 +14,7 @@ from megarl.config.schema.section import Passed, Section
 
 
 class TeacherConfig(Section):
-    """A teacher. Data sets name the one that they learn from (`data.teacher`, `data.sets[].teacher`)."""
+    """A teacher, which data sets name in `data.teacher` or `data.sets[].teacher`."""
 
     name: str = Field(..., description="Name in `data.teacher`, log files and messages.")
     path: Path = Field(
@@ -23,9 +23,9 @@ class TeacherConfig(Section):
     )
     where: Literal["engine", "trainer"] = Field(
         "engine",
-        description="engine: vLLM engines of its own, on GPUs of the rollout pool, score each group before it goes "
-        "into the queue. trainer: the trainer's ranks hold it in the policy's layout, and score the samples as they "
-        "do for the reference policy, while they wait for a batch if they can.",
+        description="engine: vLLM engines of its own, on GPUs of the rollout pool, score each group before it enters "
+        "the queue. trainer: the trainer's ranks hold it in the policy's layout and score samples as for the "
+        "reference policy, if possible while they wait for a batch.",
     )
     replicas: int = Field(1, ge=1, description="With `engine`: number of engines.")
     tensor_parallel: int = Field(1, ge=1, description="With `engine`: GPUs per engine, all on one node.")
@@ -33,8 +33,8 @@ class TeacherConfig(Section):
         None,
         ge=0.01,
         le=0.5,
-        description="With `engine`: each engine is on the GPU of one of the policy's engines, and counts as this share "
-        "of it; how they share its memory, say both `gpu_memory_utilization`. Empty: GPUs of its own.",
+        description="With `engine`: each engine shares the GPU of one of the policy's engines and counts as this "
+        "share of it. Both `gpu_memory_utilization` divide its memory. Empty: GPUs of its own.",
     )
     gpu_memory_utilization: float = Field(
         0.85, gt=0, le=1, description="With `engine`: share of each GPU's memory that vLLM uses."
@@ -48,7 +48,7 @@ class TeacherConfig(Section):
 
 
 class DistillConfig(Section):
-    """On-policy distillation: the reverse KL to the set's teacher on the tokens that the policy has sampled."""
+    """On-policy distillation: the reverse KL to the set's teacher on the tokens that the policy sampled."""
 
     coef: float = Field(1.0, gt=0, description="Coefficient of the reverse KL.")
     where: Literal["advantage", "loss"] = Field(
@@ -63,8 +63,8 @@ class DistillConfig(Section):
     )
     rewards: bool = Field(
         False,
-        description="Sets with a teacher are trained on their rewards too, as without one. false: the teacher is their "
-        "only signal, and the reward is only reported.",
+        description="Sets with a teacher are trained on their rewards too. false: the teacher is their only signal, "
+        "and the reward is only reported.",
     )
 
 
@@ -82,8 +82,8 @@ class CrossEntropyConfig(Section):
     coef: float = Field(1.0, ge=0, description="Coefficient of the term.")
     tokens: Literal["none", "observations", "sampled", "all"] = Field(
         "none",
-        description="Response tokens that have the weight 1 in rows which bring no `ce_weights`: none, those that the "
-        "model did not sample (what a tool answered), those that it did, or all.",
+        description="Response tokens with weight 1 in rows without `ce_weights`: none, those that the model did not "
+        "sample (a tool's answers), those that it sampled, or all.",
     )
 
 
@@ -101,13 +101,13 @@ class AlgorithmConfig(Section):
 
     advantage: str = Field(
         "grpo",
-        description="The advantage: a name from the table below, or one's own as package.module:function "
+        description="The advantage: a name from the table below, or your own as package.module:function "
         "(docs/training.md).",
     )
     advantage_options: Passed = Field(default_factory=dict, description="Options of the advantage, by the table below.")
     loss: str = Field(
         "ppo",
-        description="The policy loss: a name from the table below, or one's own as package.module:function "
+        description="The policy loss: a name from the table below, or your own as package.module:function "
         "(docs/training.md).",
     )
     loss_options: Passed = Field(default_factory=dict, description="Options of the loss, by the table below.")
@@ -121,12 +121,12 @@ class AlgorithmConfig(Section):
     overlong: OverlongConfig = OverlongConfig()
     filter_zero_variance: bool | None = Field(
         None,
-        description="Drop (and count) groups whose rewards are all equal; default: true, but with reinforce_pp, for "
-        "which they have a signal.",
+        description="Drop (and count) groups whose rewards are all equal. Default: true, except with reinforce_pp, to "
+        "which they give a signal.",
     )
     permute_rewards: bool = Field(
         False,
-        description="Control experiment: shuffle the rewards inside each group, so that nothing can be learnt.",
+        description="Control experiment: shuffle the rewards inside each group, so nothing can be learned.",
     )
     old_logprobs: Literal["rollout", "trainer"] = Field(
         "rollout",

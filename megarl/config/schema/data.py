@@ -59,7 +59,7 @@ class TrainSetConfig(PromptSetConfig):
     weight: float = Field(1.0, gt=0, description="Share of the groups, relative to the other sets' weights.")
     from_step: int = Field(0, ge=0, description="The first step whose groups are drawn from the set.")
     until_step: int | None = Field(
-        None, ge=1, description="The step from which on none are drawn from the set any more; null: to the end."
+        None, ge=1, description="The first step that draws no more groups from the set; null: to the end."
     )
     demonstration_field: str | None = Field(None, description="As `data.demonstration_field`; empty: none.")
     teacher: str | None = Field(None, description="As `data.teacher`; empty: none.")
@@ -94,17 +94,17 @@ class DataConfig(Section):
     tools_field: str | None = Field(
         None,
         description="A field with the row's own tools (a list of OpenAI's schemas, or its JSON text), which its prompt "
-        "shows to the model instead of those of `tools`; with `tools` each has to be one of them by its name. null: "
+        "shows to the model instead of those of `tools`; with `tools` each must have the name of one of them. null: "
         "rows with a column `tools` are refused.",
     )
     demonstration_field: str | None = Field(
         None,
-        description="A field with a response that the model learns as it is (supervised fine-tuning, by the loss term "
-        "`ce`): no engine generates for such a prompt and nothing is scored (docs/training.md). null: the model "
-        "answers itself.",
+        description="A field with a response for the model to learn (supervised fine-tuning, by the loss term "
+        "`ce`). No engine generates for such a prompt and nothing is scored (docs/training.md). null: the model "
+        "generates responses.",
     )
     teacher: str | None = Field(
-        None, description="The teacher, by its name in `teachers`, that the policy's responses are scored by."
+        None, description="Name of the teacher in `teachers` that scores the policy's responses."
     )
     system_prompt: str | None = Field(None, description="Prepended as a system message.")
     suffix: str = Field("", description="Appended to every user message, e.g. an answer-format instruction.")
@@ -140,23 +140,23 @@ class RewardConfig(Section):
     memory_gib: float | None = Field(
         4.0,
         gt=0,
-        description="GiB that each reward process may allocate (RLIMIT_DATA); beyond, the function gets a MemoryError; "
+        description="GiB that each reward process may allocate (RLIMIT_DATA) before the function gets a MemoryError; "
         "null = no limit.",
     )
     on_error: Literal["drop"] | Annotated[float, Field(allow_inf_nan=False)] = Field(
         "drop",
-        description="What becomes of a sample whose function hung, raised, crashed or returned no finite number: "
-        "`drop` counts it as failed and trains nothing on it; a number is its reward. In evaluation `drop` counts it "
-        "as wrong.",
+        description="Treatment of a sample whose function hung, raised, crashed or returned no finite number: "
+        "`drop` counts it as failed and does not train on it; a number becomes its reward. In evaluation `drop` "
+        "counts it as wrong.",
     )
     max_error_share: float = Field(
         0.5,
         ge=0,
         le=1,
-        description="The run ends if a function fails for a larger share of its latest samples (64 of them, or "
-        "`min_errors` if that is more); 1 = never.",
+        description="The run ends if a function fails for more than this share of its latest samples (64, or "
+        "`min_errors` if larger); 1 = never.",
     )
-    min_errors: int = Field(16, ge=1, description="Failures among these samples without which the run goes on.")
+    min_errors: int = Field(16, ge=1, description="Fewest failures among these samples that end the run.")
     trial_call: bool = Field(
         True,
         description="Call each function once before anything starts, with the first row of a set and its reference "
@@ -206,8 +206,8 @@ class EvaluationConfig(Section):
     every: int = Field(0, ge=0, description="Steps between evaluations; 0 = only before and after.")
     concurrent: bool | None = Field(
         None,
-        description="Train on while an evaluation runs. Its requests give way to training, and its report says of "
-        "which versions the tokens were. Those before the first step and after the last are always waited for. "
+        description="Continue training during an evaluation. Its requests give way to training, and its report has "
+        "the versions of its tokens. The run always waits for evaluations before the first step and after the last. "
         "Default: true where generation runs ahead (`admission.mode`), except with `rollout.share_gpus`, and with "
         "`checkpoint.keep_best` or `run.deterministic`, which need one version.",
     )

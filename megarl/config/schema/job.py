@@ -9,18 +9,18 @@ from pydantic import Field
 
 from megarl.config.schema.section import Section
 
-STOP_MARGIN_S = 300  # for the step in progress, besides the time of a save, when a run has to end
+STOP_MARGIN_S = 300  # for the step in progress, in addition to the time of a save, when a run has to end
 
 
 class TelemetryConfig(Section):
-    """Outputs of a run besides `summary.json`."""
+    """Outputs of a run in addition to `summary.json`."""
 
     keep_gib: float = Field(
         1.0,
         ge=0,
-        description="Most space in GiB of each of `metrics.jsonl`, `samples.jsonl` and TensorBoard's events; 1 GiB "
-        "holds some 200,000 steps. Older lines are in parts named by their offset, each an eighth of this, and the "
-        "oldest part is deleted for a new one. 0 = keep all.",
+        description="Space limit in GiB for each of `metrics.jsonl`, `samples.jsonl` and TensorBoard's events; 1 GiB "
+        "holds about 200,000 steps. Older lines are in parts named by their offset, each an eighth of this; the "
+        "oldest part is deleted first. 0 = keep all.",
     )
     samples_per_step: int = Field(4, ge=0, description="Trajectories per step written to `samples.jsonl`.")
     tensorboard: bool = Field(True, description="Write TensorBoard events to `RUN_DIR/tensorboard`.")
@@ -28,8 +28,8 @@ class TelemetryConfig(Section):
     mlflow_experiment: str | None = Field(
         None,
         min_length=1,
-        description="MLflow experiment, which is created if there is none, on the server of the environment variable "
-        "`MLFLOW_TRACKING_URI`; null = off. User and password belong into `MLFLOW_TRACKING_USERNAME` and "
+        description="MLflow experiment, created if missing, on the server of the environment variable "
+        "`MLFLOW_TRACKING_URI`; null = off. User and password belong in `MLFLOW_TRACKING_USERNAME` and "
         "`MLFLOW_TRACKING_PASSWORD`.",
     )
     prometheus_port: int = Field(
@@ -50,8 +50,8 @@ class TelemetryConfig(Section):
     events_mib: float = Field(
         24.0,
         ge=0,
-        description="Most space of each process's events in `RUN_DIR/events` in MiB, for `megarl trace` and `report`; "
-        "the oldest are deleted for new ones. 0 = off.",
+        description="Space limit in MiB for each process's events in `RUN_DIR/events`, for `megarl trace` and "
+        "`report`; the oldest are deleted first. 0 = off.",
     )
 
 
@@ -66,9 +66,8 @@ class CheckpointConfig(Section):
     )
     every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
-        description="Steps between saves; the last step is saved as well. `auto`: as often as saving takes at most 2% "
-        "of the time, and each step that `keep_every` or an evaluation for `keep_best` needs. 0 = "
-        "save only after a stop request.",
+        description="Steps between saves; the last step is always saved. `auto`: as often as keeps saves below 2% "
+        "of the time, and at each step that `keep_every` or `keep_best` needs. 0 = save only after a stop request.",
     )
     asynchronous: bool = Field(True, description="Write in the background while training continues.")
     keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
@@ -81,13 +80,13 @@ class CheckpointConfig(Section):
 
 
 class TimeoutsConfig(Section):
-    """Upper bounds of all waits, in seconds; the error of an expired one names the waiting part and its peer."""
+    """Upper bounds of all waits, in seconds. If one expires, the error names who waited for whom."""
 
     engine_start_s: float = Field(
         900.0,
         gt=0,
-        description="Start of an engine, a first test request included. Ray's start, and attaching to it, may take a "
-        "third of it.",
+        description="Start of an engine, including a first test request. A third of it bounds the start of Ray, and "
+        "attaching to it.",
     )
     rpc_s: float = Field(
         120.0,
@@ -99,9 +98,9 @@ class TimeoutsConfig(Section):
     generate_s: float = Field(
         1800.0,
         gt=0,
-        description="One step's rollouts, one evaluation, or one request to the gateway. A response that an engine has "
-        "not ended by then fails its group, unless the trainer has waited for it from its start; then the run ends. "
-        "The engine stays if it works. A session of the gateway that is unused for twice as long is dropped.",
+        description="One step's rollouts, one evaluation, or one request to the gateway. A response that is "
+        "unfinished by then fails its group, or ends the run if the trainer has waited for it from its start. The "
+        "engine stays if it works. A gateway session that is unused for twice as long is dropped.",
     )
     weight_sync_s: float = Field(600.0, gt=0, description="One weight sync.")
     shutdown_s: float = Field(30.0, gt=0, description="Shutdown of everything the supervisor started.")
@@ -126,7 +125,7 @@ class TimeoutsConfig(Section):
 
 
 class GatewayConfig(Section):
-    """The gateway: one URL in front of the pool, for harnesses of one's own; see docs/rollout/gateway.md."""
+    """The gateway: one URL in front of the pool, for your own harnesses; see docs/rollout/gateway.md."""
 
     enabled: bool = Field(False, description="Serve the pool of the run by HTTP; `RUN_DIR/gateway.json` has the URL.")
     port: int = Field(0, ge=0, le=65535, description="Port; 0 = a free one, which stays the same for the whole run.")
@@ -135,7 +134,7 @@ class GatewayConfig(Section):
         description="Address of the gateway's node at which it listens; default: that of the run's other sockets, "
         "127.0.0.1 on one node.",
     )
-    max_sessions: int = Field(4000, ge=1, description="Sessions (`X-Session-ID`) that are kept at once.")
+    max_sessions: int = Field(4000, ge=1, description="Largest number of open sessions (`X-Session-ID`).")
 
 
 class RayConfig(Section):
@@ -159,12 +158,12 @@ class LaunchConfig(Section):
     stop_before_s: int | None = Field(
         None,
         ge=1,
-        description="Seconds that the run has before the time limit, and after a SIGTERM, to end its step and save; "
+        description="Seconds before the time limit, and after a SIGTERM, for the run to end its step and save; "
         f"default `timeouts.save_s` + {STOP_MARGIN_S}.",
     )
     requeue: bool = Field(True, description="Queue the job again if it was stopped by its time limit.")
     max_restarts: int = Field(
-        1, ge=0, description="Times torchrun restarts the ranks after a failure, from the newest checkpoint."
+        1, ge=0, description="How often torchrun restarts the ranks after a failure, from the newest checkpoint."
     )
     node_cpus: int | None = Field(
         None, ge=1, description="CPUs to request on each node; default: all CPUs of an exclusive node."
@@ -177,7 +176,7 @@ class LaunchConfig(Section):
         default_factory=list, description="Shell lines that run before anything else, e.g. `module load x`."
     )
     interface: str | None = Field(
-        None, description="Network interface between the nodes; default: the one that routes to the other nodes."
+        None, description="Network interface between the nodes; default: that of the route to the other nodes."
     )
     runtime_env: Path | None = Field(
         None, description="YAML with `env_vars`, set for every process of the job (launch/runtime_env.yaml)."

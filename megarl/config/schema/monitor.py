@@ -51,13 +51,11 @@ class RuleConfig(Section):
     """
 
     threshold: float = Field(description="Alarm beyond it; the rule says on which side.")
-    patience: int = Field(
-        ge=1, description="Steps in a row, of those in which the value is known, that must be beyond the threshold."
-    )
+    patience: int = Field(ge=1, description="Consecutive steps with a known value that must be beyond the threshold.")
     action: Literal["off", "warn", "skip", "sync", "stop", "quarantine"] = Field(
-        description="What the alarm does; off: the rule is not judged. quarantine is for `replica_gap` only, which "
-        "knows no skip and no sync: the replica gets no more requests, and the next publication replaces it; the last "
-        "one for training stays."
+        description="What the alarm does; off: the rule is not judged. quarantine is only for `replica_gap`, which "
+        "has no skip or sync: the replica gets no more requests, and the next publication replaces it. The last one "
+        "for training stays."
     )
 
 
@@ -70,7 +68,7 @@ class MonitorConfig(Section):
         description="Changes to single rules, e.g. `monitor.rules.ess.action=stop`.",
     )
     min_tokens: int = Field(
-        256, ge=1, description="Tokens of a replica, or of a version lag, below which its log-probs are not judged."
+        256, ge=1, description="Fewest tokens of a replica, or of a version lag, on which its log-probs are judged."
     )
 
     @field_validator("rules", mode="before")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
 EMBEDDING = "embedding.word_embeddings.weight"
-FIRST_STAGE = ("embedding.", "visual.")  # what the first pipeline stage has besides its layers
+FIRST_STAGE = ("embedding.", "visual.")  # of the first pipeline stage, in addition to its layers
 TIED_COPY = "output_layer.weight"  # in the last pipeline stage of a tied model, a copy of EMBEDDING
 
 

@@ -23,7 +23,7 @@ from megarl.report.reading.metrics_file import RunMetrics, read_metrics
 from megarl.report.reading.run_events import RunEvents, read_run_events
 from megarl.report.reading.samples_file import SampleSet, read_samples
 
-# The status of a run, as its directory tells it, for `megarl report` and `megarl top`.
+# The status of a run, from its directory, for `megarl report` and `megarl top`.
 
 SILENT_S = 900.0  # without a step, after which a run of another host may have ended
 

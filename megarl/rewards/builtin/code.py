@@ -80,7 +80,7 @@ class CodeReward:
             try:
                 sandbox.run_now(answer_program(program), stdin=to_program, stdout=from_program, timeout_s=left)
             except (OSError, SandboxError) as error:
-                if not judged.is_set():  # otherwise it was cancelled, because nobody needs it any more
+                if not judged.is_set():  # otherwise it was cancelled because it is no longer needed
                     problems.append(error)
 
         running = threading.Thread(target=run_program)

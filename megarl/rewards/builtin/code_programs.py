@@ -204,5 +204,5 @@ def answer_program(source: str) -> str:
 
 
 def judge_program(pieces: tuple[str, ...]) -> str:
-    """Return the program that runs the tests and tells, line by line on standard error, [verdict, message]."""
+    """Return the program that runs the tests and prints [verdict, message] line by line to standard error."""
     return f"{_WIRE}\nPIECES = {pieces!r}\n{_JUDGE}"

@@ -139,7 +139,7 @@ _CANDIDATE = re.compile(
     re.DOTALL,
 )
 _OUTER = (("$$", "$$"), ("$", "$"), ("**", "**"), ("__", "__"), ("`", "`"), ("*", "*"), ("_", "_"), ('"', '"'))
-# Spellings of LaTeX and of plain text, each with the one that math-verify reads.
+# Spellings of LaTeX and of plain text, each with the spelling that math-verify reads.
 _SPELLINGS = tuple((re.compile(pattern), spelling) for pattern, spelling in (
     (r"\\(?:text|mbox)\s*\{\s*\}|\\(?:space|en(?:space|skip)|allowbreak)(?![a-zA-Z])|\\>", r"\\ "),
     (r"(?:\\!)*,(?:\\!)+(?=\d{3}(?!\d))", "{,}"),

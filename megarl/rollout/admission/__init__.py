@@ -1,1 +1,1 @@
-"""Which groups may start, and exact counts of how each ends. Pure."""
+"""Decides which groups may start, and counts exactly how each ends. Pure."""

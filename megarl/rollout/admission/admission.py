@@ -7,13 +7,13 @@ A group belongs to no step until a step takes it. The bound on staleness gives e
 it, which follows from the version of its oldest token (or, while it is in flight, from the version at which it
 started). Two rules keep the bound:
 
-- No more groups are started at a version than the steps up to their last step can still take.
-- A step takes the oldest groups that have finished. It waits for older ones in flight, if what it would leave over is
-  more than the steps up to their last step could take (`awaited`).
+- At a version, only as many groups start as the steps up to their last step can still take.
+- A step takes the oldest finished groups. It waits for older ones in flight if it would otherwise leave more than the
+  steps up to their last step could take (`awaited`).
 
-After a resume, groups that were generated before (`keep`) start again with the tokens that they have. What these count
-as is their version at the start, so both rules hold for them: of the groups up to any version, no more are kept than
-the steps up to their last step can take.
+After a resume, groups that were generated before (`keep`) start again with the tokens that they have. The version that
+their tokens count as is their start version, so both rules hold for them: of the groups up to any version, only as many
+are kept as the steps up to their last step can take.
 
 With synchronous training the groups that are admitted for step t are exactly [t * groups, (t + 1) * groups). `failed`
 groups count towards their step: they are not redrawn.
@@ -23,8 +23,8 @@ taken, and nothing starts for steps after the next publication. No group is then
 each step takes its groups in the order of their ids.
 
 Dynamic sampling (DAPO, arXiv:2503.14476 section 3.2): a finished group whose rewards are all equal is replaced instead
-of queued. It leaves its place to the next group, and the step that is taken next settles it as filtered. Between two
-steps at most `refill` groups are replaced, so that every step ends.
+of queued. The next group takes its place, and the next taken step settles it as filtered. Between two steps at most
+`refill` groups are replaced, so that every step ends.
 
 Bounded replay: with `max_uses` k > 1 a group that was trained may be trained again, by k steps in all and within the
 bound. A step takes such groups only to fill up: if the trainer waits for it with nothing else to do (`needed`), and at
@@ -35,7 +35,7 @@ of new groups:
   for one step. Otherwise the groups in flight would have all places within the bound, and none would be used again.
 - What a step leaves over of new groups must fit the steps up to their last step, as without replay (`awaited`).
 
-Replay settles nothing: a group ends once, at its first use, and further uses are counted apart.
+Replay settles nothing: a group ends once, at its first use, and further uses are counted separately.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Admission:
     `groups`: groups per step (>= 1). `pace`: the bound on staleness; versions count optimizer updates. `refill`: the
     most groups without signal that are replaced between two steps; 0 turns dynamic sampling off. `steps`: those of the
     run, after which nothing is trained; None: no end. `max_uses`: the most steps that may train a group (>= 1).
-    `record` gets every event that has changed it, as JSON content (`admission_log.py`).
+    `record` gets every event that changed it, as JSON content (`admission_log.py`).
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Admission:
         self._replaced: list[int] = []  # since the last step was taken
         self._taken: dict[int, Taken] = {}  # by step, if it is not committed
         self._reusable = ReusableGroups(max_uses)  # all of them can be used by the next step
-        self._released: list[int] = []  # groups whose rows nobody needs any more, since `take_released`
+        self._released: list[int] = []  # groups whose rows are no longer needed, since `take_released`
         self._done: dict[str, int] = {"trained": 0, "filtered": 0, "dropped_stale": 0, "failed": 0}
         self._reused = 0  # uses of groups after their first one, in committed steps
         self._committed_steps: int = 0
@@ -88,11 +88,11 @@ class Admission:
         self._record = record
 
     def _if_reusing(self, **values: object) -> Event:
-        """Return what an event has only in runs in which groups may be used again."""
+        """Return the fields of an event that only runs with reused groups have."""
         return values if self.max_uses > 1 else {}
 
     def announce(self, version: int) -> None:
-        """Record that engines are about to serve `version`: from now on, tokens may carry it."""
+        """Record that engines are about to serve `version`, which tokens may carry from now on."""
         self._in_flight.announce(version)
         self._record({"event": "announce", "version": version})
 
@@ -119,7 +119,7 @@ class Admission:
         return steps + self.pace.steps_within_bound(version - first)
 
     def _end(self, version: int) -> int:
-        """Return the same number, or that of the steps up to the next publication or the run's end if fewer."""
+        """Return the same number, limited to the steps up to the next publication or the run's end."""
         end = self.steps_within_bound(version)
         if self.pace.in_turns and self._base is not None:
             first, steps = self._base
@@ -157,7 +157,7 @@ class Admission:
         return (self._end(version) - self._steps_taken) * self.groups
 
     def _room_at(self, version: int) -> int:
-        """The room for groups of `version`, if no group in flight or in the queue is of a later one."""
+        """The room for groups of `version`, if no group in flight or in the queue has a later one."""
         return max(0, self._places(version) - self._waiting_count)
 
     @property
@@ -183,12 +183,12 @@ class Admission:
         return redrawn + fresh
 
     def keep(self, kept: Mapping[int, Set[int]]) -> list[int]:
-        """Start groups that have tokens of before a resume, as far as the bound allows, oldest first; return them.
+        """Start groups with tokens from before a resume, as far as the bound allows, oldest first; return them.
 
         `kept`: the versions that the tokens of each group so far count as, by group; of equally old groups the first
-        ones are preferred. A group whose end the history contains is left out. Those that are kept are no new attempts.
-        Raises ValueError before the first version is set, after the first group has started, and for a version that is
-        not yet set.
+        ones are preferred. Groups that ended in the history are left out. Kept groups are not new attempts. Raises
+        ValueError before the first version is set, after the first group has started, and for a version that is not yet
+        set.
         """
         if self._base is None or self._in_flight or self._ready or self._taken.keys() - self._held:
             raise ValueError("groups are kept after the first version is set and before any group starts")
@@ -206,11 +206,11 @@ class Admission:
         return started
 
     def hold(self, base: tuple[int, int], held: Mapping[int, Taken]) -> None:
-        """Go on with `held`, the steps that the trainer has taken from a controller that has ended and not committed.
+        """Continue with `held`, the uncommitted steps that the trainer took from an earlier controller.
 
-        `base`: the first version that was set in this history, and the steps that were done by then. Groups of these
-        steps are used by no later one. Raises ValueError after a version is set or a group has started, and for steps
-        or groups that cannot follow the history.
+        `base`: the first version that was set in this history, and the steps that were done by then. No later step uses
+        groups of these steps. Raises ValueError after a version is set or a group has started, and for steps or groups
+        that cannot follow the history.
         """
         if self._base is not None or self._in_flight or self._taken:
             raise ValueError("steps are held before the first version is set and before any group starts")
@@ -225,7 +225,7 @@ class Admission:
         self._record({"event": "hold", "base": list(base), "taken": held_steps(held)})
 
     def _leave_redraw(self, groups: Set[int]) -> None:
-        """Count `groups` as admitted; those before them that were not admitted in this history are its next ones."""
+        """Count `groups` as admitted; earlier ones that were not admitted in this history come next."""
         end = max(self._next_group, 1 + max(groups, default=-1))
         self._redraw += range(self._next_group, end)
         self._redraw = [group for group in self._redraw if group not in groups]
@@ -243,9 +243,8 @@ class Admission:
         self._record({"event": "finish", "group": group, "ok": ok, "versions": present})
 
     def replace(self, group: int, versions: Iterable[int]) -> bool:
-        """Record that `group` has finished without signal, and leave its place to another group.
-
-        False, and nothing is recorded, if the limit is reached: the group must be queued. Raises as `finish` does.
+        """Record that `group` finished without signal, and give its place to another group. At the limit return False
+        and record nothing: the group must be queued. Raises as `finish` does.
         """
         if len(self._replaced) >= self.refill:
             return False
@@ -258,10 +257,10 @@ class Admission:
     def batch(self, step: int, *, needed: bool = True) -> tuple[list[int], list[int]] | None:
         """Take the new groups of `step`: (trainable, failed), each sorted; None while they are not ready.
 
-        They are ready when enough groups are finished, or can be filled up with groups that are used again,
-        and none is in flight whose last step this is. In turns none at all may be in flight, or start. Without `needed`
-        nothing is filled up: the trainer has other work. A second call for the same step returns the same groups.
-        Raises ValueError for a step out of order.
+        They are ready when enough groups are finished, or reused groups can fill the step, and no group in flight has
+        this as its last step. In turns no group may be in flight or start. Without `needed` nothing is filled: the
+        trainer has other work. A second call for the same step returns the same groups. Raises ValueError for a step
+        out of order.
         """
         if step in self._taken:
             return self._taken[step].ok, self._taken[step].failed
@@ -283,15 +282,14 @@ class Admission:
         return ok, failed
 
     def _fills_up(self, missing: int) -> bool:
-        """Return whether the next step takes the `missing` groups from those that may be used again.
-
-        It does not without a new group that did not fail, or while another step is not committed: the trainer then has
-        work, and more new groups may finish.
+        """Return whether the next step takes the `missing` groups from reusable ones: not without a new group that did
+        not fail, nor while another step is uncommitted, because the trainer then has work and more new groups may
+        finish.
         """
         return not self._taken and self._ready.any_ok and len(self._reusable) >= missing
 
     def take_released(self) -> list[int]:
-        """Return the groups, sorted, whose rows no step needs any more; each group of the queue once."""
+        """Return the groups, sorted, whose rows no step needs any longer; each group of the queue once."""
         released, self._released = sorted(self._released), []
         return released
 
@@ -303,10 +301,9 @@ class Admission:
         return self._taken[step]
 
     def awaited(self, step: int) -> list[int]:
-        """Return the groups in flight, sorted, of which `step` must wait for at least one more. Empty: for none.
-
-        If the step took what is ready, the new groups of some version and older ones would be more than the steps after
-        it, up to the last step of that version, can take.
+        """Return the groups in flight, sorted, of which `step` must await at least one more; empty if it need not wait.
+        If the step took only ready groups, those of some version and older would be more than the later steps, up to
+        the last of that version, can take.
         """
         left = self._in_flight.by_start + self._ready.left_after(self.groups)
         older = 0
@@ -390,7 +387,7 @@ class Admission:
     def state_dict(self) -> dict[str, Any]:
         """Return the committed history as JSON content. Unsettled groups are redrawn under the same ids.
 
-        Groups that may be used again are not part of it: a run that resumes does not use them again.
+        Reusable groups are not part of it: a resumed run does not reuse them.
         """
         return {
             "steps": self._committed_steps,
@@ -409,7 +406,7 @@ class Admission:
         count as rolled back. The batch size may differ from the saved one.
         """
         self._done = dict(state["done"])
-        self._reused = int(state.get("reused", 0))  # histories of before had no such groups
+        self._reused = int(state.get("reused", 0))  # earlier histories had no such groups
         self._committed_steps = int(state["steps"])
         self.version = int(state["version"])
         self._next_group = int(state["next_group"])

@@ -1,9 +1,8 @@
 """The schedule of a run: every event that changed its admission, in order, as JSON lines in RUN_DIR/schedule.jsonl.
 
-A line has the name of the event, what came from outside (versions, finished groups, how a step ended) and what
-admission decided (groups that may start, batches); `Admission` makes them. The latter follows from the former.
-Each attempt of a run begins with a line `begin`, which holds the history that it resumes: of what is recorded before
-it, only the steps of that history still count.
+`Admission` makes the lines: the name of the event, its inputs (versions, finished groups, how a step ended) and the
+decisions of admission that follow from them (groups that may start, batches). Each attempt of a run begins with a line
+`begin` with the history that it resumes: of earlier lines, only the steps of that history still count.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class ScheduleFile:
         self._broken = False
 
     def write(self, event: Event) -> None:
-        """Append an event. Raises OSError if that fails, which ends the run as a batch does that cannot be dumped."""
+        """Append an event. Raises OSError if that fails, which ends the run like a batch that cannot be dumped."""
         if self._broken:
             raise OSError(f"{self.path}: an earlier event could not be written")
         if self._file is None:
@@ -54,7 +53,7 @@ class ScheduleFile:
             raise
 
     def close(self) -> None:
-        """Close the file; the next event opens it again, or a new one if it was moved aside meanwhile."""
+        """Close the file; the next event reopens it, or opens a new one if it was moved aside."""
         file, self._file, self._broken = self._file, None, False
         if file is not None:
             with contextlib.suppress(OSError):  # of a line that has failed already
@@ -62,6 +61,6 @@ class ScheduleFile:
 
 
 def _cut_incomplete_line(path: Path) -> None:
-    """Remove what a killed process has left of its last line."""
+    """Remove the partial last line of a killed process."""
     if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)

@@ -1,7 +1,5 @@
-"""Numbers of prompt groups by what has become of them.
-
-Invariant: at every moment
-`admitted == in_flight + replaced + ready + taken + trained + filtered + dropped_stale + failed`.
+"""Numbers of prompt groups by state. Invariant: at every moment `admitted == in_flight + replaced + ready + taken +
+trained + filtered + dropped_stale + failed`.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ class Counters:
     filtered: int = 0
     dropped_stale: int = 0
     failed: int = 0
-    rolled_back: int = 0  # attempts that a resume has discarded; not part of the history
-    reusable: int = 0  # of the trained ones, those that still are in the queue because a step may train them again
+    rolled_back: int = 0  # attempts that a resume discarded; not part of the history
+    reusable: int = 0  # trained ones still in the queue because a step may train them again
     reused: int = 0  # uses of trained groups after their first one, in committed steps; these settle nothing
 
     @property
@@ -56,13 +54,13 @@ class Taken:
         return len(self.ok) + len(self.failed) + len(self.replaced)
 
 
-# Checks that the commit of a step accounts for the prompt groups that the step has taken, each of them once. Pure.
+# Checks that the commit of a step accounts for each prompt group that it took exactly once. Pure.
 #
 # All raise ValueError. `numbers`: how many groups the commit says have ended in which way.
 
 
 def check_numbers(step: int, taken: Taken, numbers: Mapping[str, int]) -> None:
-    """Check that the numbers add up to the groups of the step, and contain those that ended before the trainer."""
+    """Check that the numbers add up to the groups of the step, and include those that ended before the trainer."""
     at_least = numbers["failed"] >= len(taken.failed) and numbers["filtered"] >= len(taken.replaced)
     if min(numbers.values()) < 0 or sum(numbers.values()) != taken.total or not at_least:
         replaced = f", {len(taken.replaced)} were replaced" if taken.replaced else ""
@@ -94,7 +92,7 @@ def check_uses(
 
 
 def check_ends(step: int, taken: Taken, numbers: Mapping[str, int], ended: Mapping[str, Sequence[int]]) -> None:
-    """Check that `ended` names each group that the step has taken once, in agreement with the numbers."""
+    """Check that `ended` names each group of the step once, in agreement with the numbers."""
     counted = {name: len(groups) for name, groups in ended.items()}
     reported = sorted(group for groups in ended.values() for group in groups)
     known = sorted([*taken.ok, *taken.failed, *taken.replaced])

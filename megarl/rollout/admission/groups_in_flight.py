@@ -1,4 +1,4 @@
-"""The prompt groups in flight, and the versions that their tokens can have. Pure."""
+"""The prompt groups in flight, and the possible versions of their tokens. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 
-# The finished prompt groups that no step has taken, and which of them come next. Pure.
+# The finished prompt groups that no step has taken, and which come next. Pure.
 
 
 class ReadyGroups:
@@ -59,7 +59,7 @@ class ReadyGroups:
         return taken, oldest
 
     def left_after(self, number: int) -> Counter[int]:
-        """Return the numbers of groups by version that would be left if a step took `number` groups now."""
+        """Return the numbers of groups by version that would remain if a step took `number` groups now."""
         left = Counter({version: len(groups) for version, groups in self._by_version.items()})
         return left - Counter({version: len(groups) for version, groups in self.first(number)})
 
@@ -84,7 +84,7 @@ class GroupsInFlight:
         return iter(self._starts)
 
     def announce(self, version: int) -> None:
-        """Record that engines are about to serve `version`: from now on, tokens may carry it."""
+        """Record that engines are about to serve `version`, which tokens may carry from now on."""
         self._published.add(version)
 
     def serve(self, version: int) -> None:
@@ -135,7 +135,7 @@ class GroupsInFlight:
         return self._by_start.copy()
 
     def started_by(self, version: int) -> list[int]:
-        """Return the groups, sorted, that started at `version` or before."""
+        """Return the groups, sorted, that started at `version` or earlier."""
         return sorted(group for group, started in self._starts.items() if started <= version)
 
 
@@ -156,7 +156,7 @@ class ReplayUse:
 
 
 class ReusableGroups:
-    """The groups that wait in the queue for a further use; none of them has been used `max_uses` times."""
+    """The groups that wait in the queue for another use; none was used `max_uses` times."""
 
     def __init__(self, max_uses: int) -> None:
         if max_uses < 1:
@@ -168,14 +168,14 @@ class ReusableGroups:
         return len(self._groups)
 
     def keep(self, group: int, use: ReplayUse) -> bool:
-        """Let a group be used again; False, and it is not kept, if it has been used as often as it may."""
+        """Keep a group for another use; False, without keeping it, if it has no uses left."""
         if use.uses >= self.max_uses:
             return False
         self._groups[group] = use
         return True
 
     def take(self, number: int) -> dict[int, ReplayUse]:
-        """Remove and return the `number` groups that are used next.
+        """Remove and return the next `number` groups to use.
 
         Those with the fewest uses come first, then those that become too old soonest, then by id.
         """
@@ -187,9 +187,9 @@ class ReusableGroups:
         return use.uses, use.oldest, group
 
     def drop(self, usable: Callable[[int], bool]) -> list[int]:
-        """Remove and return the groups that cannot be used any more.
+        """Remove and return the groups that can no longer be used.
 
-        `usable` tells for the version of a group's oldest token whether the next step may train it.
+        `usable` says whether the next step may train a group, given the version of its oldest token.
         """
         dropped = [group for group, use in self._groups.items() if not usable(use.oldest)]
         for group in dropped:

@@ -31,7 +31,7 @@ from megarl.tools.tool import Tool, ToolAnswer
 LoopState = TypeVar("LoopState")
 
 MOST_NAME_CHARACTERS = 64  # of a tool's name in an event
-GRACE_S = 90.0  # beyond its time, after which a call is given up; a tool may let calls wait for a place first
+GRACE_S = 90.0  # beyond its time, after which a call is abandoned; a tool may first queue calls
 FROZEN_BYTES = 8 << 20  # of a loop's state, as JSON
 
 
@@ -61,7 +61,7 @@ class AgentContext:
 
     @property
     def deadline(self) -> GroupDeadline | None:
-        """The time at which the responses of the group, and then its loops, have to end; None if there is none."""
+        """The time by which the responses of the group, and then its loops, must end; None if there is none."""
         return self._run.deadline
 
     @property
@@ -94,13 +94,13 @@ class AgentContext:
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> GenerateResult:
         """Sample the model's continuation of `token_ids` with the sampling of the prompt's set.
 
-        A response goes on elsewhere if its replica is lost, and in a run that resumes from the tokens that it had. The
+        Another replica continues a response whose replica is lost, and a resumed run continues it from its tokens. The
         turns of a sample stay on the replica that has their beginning in its cache.
 
-        Raises TrajectoryFull if `token_ids` leave no room for a response, and beyond `agent.max_turns`; one that the
-        loop does not catch fails its sample alone. Raises RequestFailed if an engine refuses the request, and
-        RolloutError if no replica is left, none has room within `timeouts.generate_s`, or its group is failed at
-        its deadline.
+        Raises TrajectoryFull if `token_ids` leave no room for a response, and beyond `agent.max_turns`; if the loop
+        does not catch it, only its sample fails. Raises RequestFailed if an engine refuses the request, and
+        RolloutError if no replica is left, none has room within `timeouts.generate_s`, or its group is failed at its
+        deadline.
         """
         self._check_room(token_ids)
         turn, self._requests = self._requests, self._requests + 1
@@ -131,7 +131,7 @@ class AgentContext:
         )
 
     def _check_room(self, token_ids: Sequence[int]) -> None:
-        if self._toolbox is None:  # a single response, whose prompt was checked
+        if self._toolbox is None:  # a single response; its prompt was checked
             return
         most, turns = self._toolbox.max_model_len, self._toolbox.bounds.max_turns or LOOP_TURNS
         if most is not None and len(token_ids) >= most:
@@ -166,7 +166,7 @@ class AgentContext:
         part = self._progress.finished((self.sample_index, turn))
         if part is None or part.finish_reason is None:
             name = f"{self.group_id}:{self.sample_index}"
-            raise RolloutError(f"sample {name} was to go on after turn {turn}, of which no response is kept")
+            raise RolloutError(f"sample {name} should continue after turn {turn}, whose response was not kept")
         ids, logprobs = part.response_ids, part.logprobs
         return GenerateResult(f"turn {turn}", ids, logprobs, part.versions, part.finish_reason, -1)
 
@@ -177,10 +177,9 @@ class AgentContext:
     def freeze(self, state: object) -> None:
         """Keep the loop's state: a dataclass that msgspec can write as JSON.
 
-        A run that resumes begins the loop again, and `frozen` gives it this state; requests and calls are counted from
-        here then. A loop that freezes nothing is run from its beginning: it gets the same responses and answers, as far
-        as it asks for the same. Raises ValueError for a state of more than 8 MiB, and TypeError for one that msgspec
-        cannot write.
+        A resumed run restarts the loop, and `frozen` returns this state; requests and calls then count from here. A
+        loop that freezes nothing runs from its beginning and gets the same responses and answers to the same requests.
+        Raises ValueError for a state of more than 8 MiB, and TypeError for one that msgspec cannot write.
         """
         content = msgspec.json.encode(state)
         if len(content) > FROZEN_BYTES:
@@ -192,7 +191,7 @@ class AgentContext:
         self._progress.record(self.sample_index, self._loop.freeze(text, self._requests, self._calls))
 
     def frozen(self, kind: type[LoopState]) -> LoopState | None:
-        """Return what the loop has frozen last in an attempt before; None in the first one.
+        """Return what the loop last froze in an earlier attempt; None in the first.
 
         Raises RolloutError for a state of another loop.
         """
@@ -202,17 +201,15 @@ class AgentContext:
         try:
             state = msgspec.json.decode(loop.state, type=kind)
         except msgspec.MsgspecError as error:
-            raise RolloutError(f"the frozen state of a loop is no {kind.__name__}: {error}") from error
+            raise RolloutError(f"the frozen state of a loop is not a {kind.__name__}: {error}") from error
         self._requests, self._calls = loop.requests, loop.begun_calls
         return state
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """Call a tool; its answer, at most `agent.max_tool_output_chars` long, may be an error.
-
-        So it is for a name that is none, beyond `agent.max_tool_calls` and `max_tool_seconds`, after `tool_timeout_s`,
-        and for a call that must not be repeated and that an attempt before had begun. A call that was answered in an
-        attempt before is not made again. Raises RolloutError if the tool itself fails, or its intent cannot be
-        recorded.
+        """Call a tool; its answer has at most `agent.max_tool_output_chars`. It is an error for an unknown name, beyond
+        `agent.max_tool_calls` and `max_tool_seconds`, after `tool_timeout_s`, and for a non-repeatable call that an
+        earlier attempt had begun. A call answered in an earlier attempt is not repeated. Raises RolloutError if the
+        tool itself fails, or its intent cannot be recorded.
         """
         number, self._calls = self._calls, self._calls + 1
         digest = call_digest(tool, arguments)
@@ -246,7 +243,7 @@ class AgentContext:
 
         An evaluation scores such a response too, and counts it among the failed ones.
 
-        `turns`: the whole trajectory, for functions that look at it. The response that is judged is `result` alone.
+        `turns`: the whole trajectory, for functions that use it. Only the response `result` is judged.
         """
         if defect(result):
             return None
@@ -254,7 +251,7 @@ class AgentContext:
         return outcome
 
     async def _judged(self, result: GenerateResult, turns: Sequence[Turn]) -> tuple[str, RewardOutcome]:
-        """Return the text of a response and what the reward function says of it."""
+        """Return the text of a response and its reward."""
         text = await self._decoder.text(result.response_ids)
         started = time.monotonic()
         reward_input = self.prompt.reward_input(text, result.response_ids, result.finish_reason)
@@ -275,7 +272,7 @@ class AgentContext:
         return text, outcome
 
     def note_times(self) -> None:
-        """Take note of where the time of the sample went, at its end."""
+        """Record where the sample's time went, at its end."""
         times, now = self.times, time.monotonic()
         times.end(now, time.time())
         self.stats.note_times(times)
@@ -285,7 +282,7 @@ class AgentContext:
         )  # fmt: skip
 
     def note_end(self, turns: int, malformed: int = 0, overflow: bool = False) -> None:
-        """Measure a loop that ends: its turns, the calls that could not be read, and an answer that did not fit."""
+        """Measure a loop at its end: its turns, unreadable calls, and an answer that did not fit."""
         self.stats.turns.append(turns)
         self.stats.malformed_calls += malformed
         self.stats.overflows += overflow
@@ -320,11 +317,11 @@ class AgentContext:
 
     def _answered(self, number: int, call: CallRecord) -> ToolAnswer:
         assert call.text is not None
-        text = self.toolbox.shortened(call.text)  # errors too: they repeat what the model wrote
+        text = self.toolbox.shortened(call.text)  # errors too, because they repeat the model's text
         self._record(number, changed(call, text=text))
         self.stats.tool_calls += 1
         self.stats.tool_errors += call.error
-        if call.seconds:  # else it was not made
+        if call.seconds:  # otherwise it was not made
             self.stats.tool_seconds.append(call.seconds)
         return ToolAnswer(text, call.error)
 
@@ -337,8 +334,7 @@ class AgentLoop(Protocol):
 
     async def run(self, ctx: AgentContext) -> Trajectory | Sequence[Trajectory]:
         """Generate, act and judge. The trajectory's token ids must be those that the engine received and produced.
-
-        Several trajectories, such as the paths of a dialogue that branches, are parts of the one sample: they have
-        equal rewards and statuses, and the sample's advantage. Each has a token that the model sampled.
+        Several trajectories, such as the paths of a branching dialogue, are parts of one sample: they share its reward,
+        status and advantage. Each must have a token that the model sampled.
         """
         ...

@@ -14,9 +14,8 @@ from megarl.queue.trajectory import SampleTag
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateResult
 
-# The parts of a sample's time: waiting, prefill, decoding, tools, reward. Times are passed in.
-#
-# Requests and tools that a loop has run side by side count each for itself, so the parts may be more than the whole.
+# The parts of a sample's time: waiting, prefill, decoding, tools, reward. Times are passed in. Concurrent requests and
+# tools of a loop each count, so the parts may exceed the whole.
 
 SLOWEST = 3  # trajectories of a step that are logged
 PARTS = ("queue", "prefill", "decode", "tool", "reward", "other")
@@ -45,7 +44,7 @@ class TrajectoryTimes:
     reward_s: float = 0.0
 
     def add_turn(self, result: GenerateResult, seconds: float) -> None:
-        """Add a response that came after `seconds`."""
+        """Add a response that took `seconds`."""
         self.turns += 1
         self.tokens += len(result.response_ids)
         self.replica = result.replica
@@ -59,7 +58,7 @@ class TrajectoryTimes:
 
     @property
     def other_s(self) -> float:
-        """The rest, for example of a loop that does not use its context for something that takes long."""
+        """The rest, for example of a loop that spends time outside its context."""
         known = self.queue_s + self.prefill_s + self.decode_s + self.tool_s + self.reward_s
         return max(0.0, self.seconds - known)
 
@@ -69,7 +68,7 @@ class TrajectoryTimes:
         return max(PARTS, key=lambda part: float(getattr(self, f"{part}_s")))
 
     def args(self) -> dict[str, int | float]:
-        """Return what an event says of it."""
+        """Return the fields of its event."""
         # Written out: this is done for every trajectory of a run.
         return {
             "turns": self.turns, "tokens": self.tokens, "queue_s": round(self.queue_s, 4),
@@ -91,8 +90,8 @@ def slowest(times: Iterable[TrajectoryTimes]) -> list[TrajectoryTimes]:
 class BusyClock:
     """Measures the wall time during which at least one engine ran.
 
-    The way of a request to the engine and back is not engine time. An answer reports how long the engine worked on the
-    request; that interval is assumed to end when the answer arrives.
+    Transport to the engine and back is not engine time. An answer reports how long the engine worked on the request;
+    that interval is assumed to end when the answer arrives.
     """
 
     def __init__(self) -> None:
@@ -159,13 +158,13 @@ class BatchStats:
         self.replaced_tokens += sum(each.response_tokens for each in samples)
 
     def note_times(self, times: TrajectoryTimes) -> None:
-        """Keep the times of a sample if it is one of the slowest."""
+        """Keep a sample's times if it is among the slowest."""
         if len(self.slowest) < SLOWEST or times.seconds > self.slowest[-1].seconds:
             insort(self.slowest, times, key=by_slowness)
             del self.slowest[SLOWEST:]
 
     def add(self, other: BatchStats) -> None:
-        """Add what was measured of the samples of one group."""
+        """Add the measurements of the samples of one group."""
         for name in _OF_SAMPLES:
             setattr(self, name, iadd(getattr(self, name), getattr(other, name)))
         self.slowest = slowest([*self.slowest, *other.slowest])
@@ -219,7 +218,7 @@ class BatchStats:
         return values
 
 
-# What is measured by the loops of the samples; the rest belongs to the whole run.
+# Measured by the loops of the samples; the rest belongs to the whole run.
 _OF_SAMPLES = (
     "generate_seconds", "reward_seconds", "teacher_seconds", "reward_errors", "rewards_redone", "continued", "cut",
     "tool_calls", "tool_errors", "malformed_calls", "overflows", "turns", "tool_seconds",

@@ -1,4 +1,4 @@
-"""The trial of the agent before anything starts: its loop, every tool, and the chat template with the tools."""
+"""Tries the agent before anything starts: its loop, every tool, and the chat template with the tools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def try_agent(config: Config) -> tuple[list[str], dict[str, list[dict[str, Any]]]]:
-    """Make the loop, the tools and the toolboxes that the run will make, and end the tools; nothing is called.
+    """Make the loop, tools and toolboxes of the run, and end the tools; nothing is called.
 
     Return the problems, as `key: what is wrong`, and the schemas of each set's tools by the set's key.
 
@@ -34,7 +34,7 @@ def try_agent(config: Config) -> tuple[list[str], dict[str, list[dict[str, Any]]
     schemas: dict[str, list[dict[str, Any]]] = {}
     if config.agent.loop == SINGLE_TURN:
         return problems, schemas
-    if (here := os.getcwd()) not in sys.path:  # where the pool finds agents and tools too
+    if (here := os.getcwd()) not in sys.path:  # the pool also finds agents and tools here
         sys.path.append(here)
     try:
         find_loop(config.agent)
@@ -69,7 +69,7 @@ def try_agent(config: Config) -> tuple[list[str], dict[str, list[dict[str, Any]]
 
 
 def _tokenizer(model: Path, own_stops: Sequence[int] | None) -> tuple[PreTrainedTokenizerBase, list[int]] | None:
-    """Return the tokenizer and its stop tokens; None if one of them, or the chat template, cannot be had."""
+    """Return the tokenizer and its stop tokens; None if one of them, or the chat template, is missing."""
     try:
         tokenizer = load_tokenizer(model)
         stops = stop_token_ids(model, tokenizer, own_stops)

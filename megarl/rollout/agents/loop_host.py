@@ -63,7 +63,7 @@ class EvalContext(AgentContext):
         return EvaluatedResponse(self._scored(longest), await self._line(longest), versions)
 
     def _scored(self, row: Trajectory) -> ScoredResponse:
-        """Return what the report needs of the trajectory that the loop has returned."""
+        """Return what the report needs from the loop's trajectory."""
         failure = None
         error = self._outcome.error
         if row.status == "failed" and row.failure != error:  # that of a reward that drops its sample
@@ -103,8 +103,8 @@ class EvalContext(AgentContext):
 def answer_of(text: str, outcome: RewardOutcome) -> str | None:
     """Return the final answer as a string for voting; None if there is none.
 
-    It is the answer that the reward function judged; for a function that does not return its answer, what is boxed,
-    else the last number. None if the function failed or could not parse an answer.
+    It is the answer that the reward function judged. If the function does not return its answer: the content of the
+    box, else the last number. None if the function failed or could not parse an answer.
     """
     if outcome.answer is not None:
         return outcome.answer
@@ -119,7 +119,7 @@ def answer_of(text: str, outcome: RewardOutcome) -> str | None:
 
 logger = logging.getLogger(__name__)
 
-# In which the loops of a group that is over have to end; it is less than whoever cancels the group waits for that.
+# Bound on the end of the loops of a finished group; less than its canceller waits for them.
 END_S = CANCEL_S / 2
 
 # The agent loop of demonstrations: the response is in the data, so no engine is asked and nothing is scored.
@@ -148,7 +148,7 @@ LoopResult = Trajectory | Sequence[Trajectory]
 
 
 class LoopHost:
-    """Runs the loops of groups and of responses of evaluations, any number at once.
+    """Runs the loops of groups and of evaluation responses, any number at once.
 
     `loop`: that of the run. `toolboxes`: those of training and of held-out sets, by name.
     """
@@ -187,7 +187,7 @@ class LoopHost:
         return await self._taught(_of_prompt(rows, job.prompt), run)
 
     async def respond(self, run: LoopRun) -> EvaluatedResponse:
-        """Run the loop of one response; a tool or a request that fails costs this response alone."""
+        """Run the loop of one response; a failed tool or request costs only this response."""
         context = self._eval_context(run)
         try:
             made = await self.loop.run(context)
@@ -196,7 +196,7 @@ class LoopHost:
         return await context.ended(made)
 
     async def failed(self, run: LoopRun, error: Exception) -> EvaluatedResponse:
-        """Return the end of a response whose loop has failed, as a group fails in training."""
+        """Return the end of a response whose loop failed, as a group fails in training."""
         context = self._eval_context(run)
         return await context.ended(failed_trajectory(*context.place, str(error)))
 
@@ -205,7 +205,7 @@ class LoopHost:
         return EvalContext(run, run.job.samples[0], toolbox, self.rewards, self._decoder)
 
     async def _taught(self, rows: list[Trajectory], run: LoopRun) -> list[Trajectory]:
-        """Return a group's rows with the log-probs of the teacher, if its data set has one that has engines."""
+        """Return a group's rows with the teacher's log-probs, if its data set has a teacher with engines."""
         dataset = run.job.prompt.dataset
         if self.teachers is None or not self.teachers.scores(dataset):
             return rows
@@ -218,7 +218,7 @@ class LoopHost:
 async def _run_sample(loop: AgentLoop, context: AgentContext) -> LoopResult:
     try:
         result = await loop.run(context)
-    except TrajectoryFull as full:  # of this sample alone; those alongside it may have had shorter ones
+    except TrajectoryFull as full:  # of this sample only; others of the group may have shorter ones
         context.note_end(context.turns, overflow=True)
         result = failed_trajectory(*context.place, str(full))
     context.note_times()
@@ -228,7 +228,7 @@ async def _run_sample(loop: AgentLoop, context: AgentContext) -> LoopResult:
 async def _ended(loops: Sequence[Coroutine[Any, Any, LoopResult]], run: LoopRun, loop: AgentLoop) -> list[LoopResult]:
     """Return what the `loops` of a group return. The first failure, or the deadline's grace, ends the others.
 
-    Loops that ignore their cancellation are left behind after `END_S`: the group ends without them.
+    Loops that ignore their cancellation are abandoned after `END_S`: the group ends without them.
     """
     deadline = run.deadline
     left_s = None if deadline is None else max(0.0, deadline.at + deadline.grace_s - time.monotonic())
@@ -242,7 +242,7 @@ async def _ended(loops: Sequence[Coroutine[Any, Any, LoopResult]], run: LoopRun,
             raise RolloutError(
                 f"the loop {type(loop).__module__}:{type(loop).__qualname__} had not ended in all samples of group "
                 f"{run.job.group} {deadline.grace_s:g} s after the group's deadline of {deadline.seconds:g} s "
-                "(rollout.group_deadline_s); a loop has to end by `ctx.deadline`"
+                "(rollout.group_deadline_s); a loop must end by `ctx.deadline`"
             )
         return [task.result() for task in tasks]
     finally:
@@ -258,18 +258,18 @@ async def _end(tasks: Sequence[asyncio.Future[LoopResult]], run: LoopRun) -> Non
     if open_tasks := [task for task in tasks if not task.done()]:
         _, left = await asyncio.wait(open_tasks, timeout=END_S)
         if left:
-            logger.error("%d loops of %s ignore that they were cancelled, and run on", len(left), run.job)
+            logger.error("%d loops of %s ignore their cancellation and keep running", len(left), run.job)
 
 
 def failed_group(group_id: int, samples: int, dataset: str, reason: str) -> list[Trajectory]:
-    """Return the trajectories of a group that could not be run: without tokens, counted, never trained on."""
+    """Return the trajectories of a group that could not run: without tokens, counted, never trained on."""
     return _of_set([failed_trajectory(group_id, index, reason) for index in range(samples)], dataset)
 
 
 def _of_prompt(rows: list[Trajectory], prompt: PromptTask) -> list[Trajectory]:
     """Return the trajectories with the images of their prompt, and with the name of its data set if there are several.
 
-    Raises RolloutError if a loop has made other tokens of the prompt.
+    Raises RolloutError if a loop changed the tokens of the prompt.
     """
     if prompt.images:
         rows = [replace(row, images=prompt.images_in(row.prompt_ids)) if row.prompt_ids else row for row in rows]
@@ -297,12 +297,12 @@ class SingleTurn:
 def find_loop(agent: AgentConfig) -> AgentLoop:
     """Return the loop `single_turn`, `tool_agent`, `harness`, or an instance of the class `package.module:Class`.
 
-    Raises ValueError, which says what is wrong with the path, the arguments or the class.
+    Raises ValueError with what is wrong with the path, the arguments or the class.
     """
     if agent.loop in (SINGLE_TURN, TOOL_AGENT):
         return SingleTurn() if agent.loop == SINGLE_TURN else ToolAgent()
     if agent.loop == HARNESS:
-        # A layer above this one, found like a loop of the user's.
+        # In a layer above this one, so found like a user's loop.
         made: Any = importlib.import_module("megarl.environments.harness_loop").Harness.of(agent)
         return cast(AgentLoop, made)
     found: Any = imported(agent.loop, "agent.loop:")
@@ -312,7 +312,7 @@ def find_loop(agent: AgentConfig) -> AgentLoop:
         made = found(**resolved(agent.kwargs, "agent.kwargs"))
     except TypeError as error:
         raise ValueError(f"agent.loop: {agent.loop!r} cannot be made with agent.kwargs: {error}") from error
-    except ValueError:  # it says itself which argument is wrong
+    except ValueError:  # the message already names the argument
         raise
     except Exception as error:
         raise ValueError(f"agent.loop: {agent.loop!r} failed with {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""What a loop host runs: the loops of a prompt group, or the one of a response of an evaluation."""
+"""The job of a loop host: the loops of a prompt group, or the loop of one evaluation response."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EvalPlace:
 
 @dataclass(frozen=True)
 class LoopJob:
-    """The loops of a prompt group, or the one of a response of an evaluation (`evaluated`). Workers get it as it is.
+    """The loops of a prompt group, or the loop of one evaluation response (`evaluated`). Workers get it unchanged.
 
     `group`: the group's id, or a number that stands for it in an evaluation. With `seed` and the sample it gives the
     seeds of requests; their ids begin with `name`. `home`: see `RequestContext`.
@@ -58,7 +58,7 @@ class LoopJob:
         return cls(EVAL_SEED_OFFSET + place.index, prompt, samples, eval_set.seed, name, evaluated=place)
 
     def __str__(self) -> str:
-        """Return what it is called in messages."""
+        """Return its name in messages."""
         if (place := self.evaluated) is None:
             return f"group {self.group}"
         return f"the {place.mode} response {place.sample} to problem {place.index} of {self.prompt.dataset}"
@@ -84,7 +84,7 @@ class LoopJob:
 
 
 class LoopRun:
-    """One attempt at a job: what it has so far, what was measured of it, and its ways to the engines and the disk."""
+    """One attempt at a job: its state, its measurements, and its access to the engines and the disk."""
 
     def __init__(
         self,

@@ -27,9 +27,8 @@ def generation_failure(result: GenerateResult) -> str:
 
 
 def defect(result: GenerateResult) -> str:
-    """Return why a sample cannot be trained on; empty if it can.
-
-    Besides a failed generation this is a response whose weight versions do not cover every token.
+    """Return why a sample cannot be trained on; empty if it can: a failed generation, or weight versions that do not
+    cover every response token.
     """
     if failure := generation_failure(result):
         return failure
@@ -215,7 +214,7 @@ def sample_rows(made: Trajectory | Sequence[Trajectory], group_id: int, sample_i
     rows = [made] if isinstance(made, Trajectory) else list(made)
     name = f"sample {group_id}:{sample_index}"
     if not rows:
-        raise ValueError(f"{name}: the agent loop returned no trajectory; return a failed one if there is nothing")
+        raise ValueError(f"{name}: the agent loop returned no trajectory; return a failed one instead")
     for number, row in enumerate(rows):
         check_trajectory(row, group_id, sample_index)
         for shared in _SHARED:

@@ -14,8 +14,8 @@ from megarl.config.schema import Config
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.response_parts import ResponsePart, continue_request, join_parts, tokens_end
 
-# Engines in a row that may be lost with a response before one of them has reported a token of it. A request that kills
-# its engine would otherwise end every engine in turn.
+# How many engines in a row may be lost with a response before one reports a token of it. Otherwise a request that kills
+# its engine would end every engine in turn.
 MOST_ATTEMPTS = 3
 
 
@@ -33,7 +33,7 @@ class _Response:
     cut: bool = False
 
     def leave(self, tokens: ResponsePart) -> None:
-        """Keep the times on a replica that works on it no more."""
+        """Keep the times on a replica that no longer works on it."""
         self.lost_seconds += tokens.seconds
         self.lost_queue_s += tokens.queue_s
         self.lost_prefill_s += tokens.prefill_s
@@ -71,7 +71,7 @@ class ResponsesSoFar:
         return [name for name in self._responses if self._tokens[name].finish_reason is None]
 
     def unfinished_at(self, when: str) -> RolloutError:
-        """Return the error of a group that fails because responses have not ended; `when` ends its first clause."""
+        """Return the error of a group whose responses have not ended; `when` ends its first clause."""
         names = self.unfinished
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return RolloutError(
@@ -85,7 +85,7 @@ class ResponsesSoFar:
         return sum(len(self._tokens[name].response_ids) for name in self.unfinished)
 
     def send(self, replica: int) -> list[GenerateRequest]:
-        """Return the requests that `replica` has to work on: each unfinished one, from its tokens so far."""
+        """Return the requests for `replica`: each unfinished one, with its tokens so far."""
         sent = []
         for name in self.unfinished:
             response, tokens = self._responses[name], self._tokens[name]
@@ -124,7 +124,7 @@ class ResponsesSoFar:
     def add_last(self, parts: Mapping[str, ResponsePart]) -> int:
         """Append the last tokens of requests that a replica was asked to end, as `add`.
 
-        Those that it stopped have not ended: they can go on elsewhere, or be cut.
+        Stopped ones have not ended: they can continue elsewhere, or be cut.
         """
         stopped = [name for name, part in parts.items() if part.finish_reason == "abort"]
         return self.add({**parts, **{name: replace(parts[name], finish_reason=None) for name in stopped}})
@@ -136,10 +136,9 @@ class ResponsesSoFar:
             self._responses[name].cut = True
 
     def interrupt(self) -> None:
-        """Record that the unfinished responses are no longer worked on, because their replica is lost.
-
-        One whose tokens end it by themselves has ended; the engine did not live to say so. One with which
-        `MOST_ATTEMPTS` replicas in a row were lost before they made a token fails.
+        """Record that the replica of the unfinished responses is lost. A response whose tokens complete it has ended,
+        even if the engine died before reporting it. A response with which `MOST_ATTEMPTS` replicas in a row were lost
+        without a token fails.
         """
         for name in self.unfinished:
             response, tokens = self._responses[name], self._tokens[name]
@@ -153,7 +152,7 @@ class ResponsesSoFar:
             self._tokens[name] = tokens.without_times(end)
 
     def move(self) -> None:
-        """Record that another replica goes on with the unfinished responses, because theirs is drained."""
+        """Record that another replica continues the unfinished responses, because theirs is drained."""
         for name in self.unfinished:
             tokens = self._tokens[name]
             self._responses[name].leave(tokens)
@@ -183,9 +182,9 @@ def _result(response: _Response, tokens: ResponsePart) -> GenerateResult:
     )
 
 
-# The deadline of a prompt group: when its responses and loops have to end, and what becomes of the others. Pure.
+# The deadline of a prompt group: when its responses and loops must end, and what happens to unfinished ones. Pure.
 
-GRACE_S = 60.0  # at most, after a group's deadline, when its responses have ended: its loops must have ended then
+GRACE_S = 60.0  # bound on the end of the loops after a group's deadline, when its responses have ended
 
 
 class GroupDeadline(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -203,9 +202,8 @@ class GroupDeadline(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
     @classmethod
     def of(cls, config: Config, now: float) -> GroupDeadline | None:
-        """Return the deadline of a group that starts `now`; None if it has none of its own.
-
-        Its grace ends before a trainer that has waited for the group from its start gives up.
+        """Return the deadline of a group that starts `now`; None if it has none. Its grace ends before a trainer that
+        waited for the group from its start gives up.
         """
         seconds, policy = group_deadline_s(config), config.rollout.on_group_deadline
         if seconds is None or policy == "finish":
@@ -230,7 +228,7 @@ class GroupDeadline(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """Goes with a request from its loop to the replica. Requests with the same prefix have the same context.
+    """Travels with a request from its loop to the replica. Requests with the same prefix have the same context.
 
     `prefix`: such requests share the beginning of their prompts and go to one replica; None shares nothing. `home`: a
     number that alone determines the replica. `near`: a replica that has the prefix in its cache (see `Router.assign`).
@@ -246,4 +244,4 @@ class RequestContext:
 
 
 Generate = Callable[[GenerateRequest, RequestContext], Coroutine[Any, Any, GenerateResult]]
-"""The way of a request to the engines (`RequestCoalescer.generate`)."""
+"""Sends a request to the engines (`RequestCoalescer.generate`)."""

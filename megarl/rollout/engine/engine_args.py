@@ -20,7 +20,7 @@ from megarl.models.hf.model_files import hf_files, not_for_engines, raw_config
 
 
 class EngineStart:
-    """Stands for `EngineCoreProc.run_engine_core` (vllm 0.32.0), which it calls in the engine's process.
+    """Replaces `EngineCoreProc.run_engine_core` (vllm 0.32.0), which it calls in the engine's process.
 
     multiprocessing pickles it before its arguments; unpickling these imports vLLM in the new process.
     """
@@ -46,7 +46,7 @@ def _in_new_process() -> EngineStart:
 
 
 def start_engines_fast() -> None:
-    """Let the engine processes that this process will start begin with an `EngineStart`. Idempotent."""
+    """Make engine processes that this process starts begin with an `EngineStart`. Idempotent."""
     from vllm.v1.engine.core import EngineCoreProc
 
     core: Any = EngineCoreProc
@@ -117,9 +117,8 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
 
 
 def _vision(vision: VisionConfig, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a model that sees. It gets patches that are ready, which its own processor never makes.
-
-    vLLM measures its memory with the largest image, which the processor's bound decides.
+    """Return the arguments of a model that sees. It gets finished patches, so its own processor never runs. vLLM
+    measures its memory with the largest image, as bounded for the processor.
     """
     side = int(raw["vision_config"]["patch_size"]) * int(raw["vision_config"].get("spatial_merge_size", 2))
     return {

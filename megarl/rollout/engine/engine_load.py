@@ -1,6 +1,6 @@
-"""The load of an engine, and signs that it is alive, from what vLLM's engine process says after each step.
+"""The load of an engine, and its signs of life, from the reports of vLLM's engine process after each step.
 
-The scheduler's numbers come with the step's tokens; nobody asks for them, and nothing is counted per token.
+The scheduler's numbers come with the step's tokens, without a request, and nothing is counted per token.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class EngineLoad:
 
 
 class EngineMonitor:
-    """Hears of every engine step; it has the methods of vLLM's stat loggers that an engine calls."""
+    """Receives every engine step, with the methods of vLLM's stat loggers that an engine calls."""
 
     def __init__(
         self,
         now: Callable[[], float] = time.monotonic,
         heard: Callable[[float, EngineLoad], object] = lambda now, load: None,
     ) -> None:
-        """`heard`: gets the time and the load of each step."""
+        """`heard`: is called with the time and the load of each step."""
         self._now, self._reported = now, heard
         self.latest = EngineLoad()  # of the last step
         self._peak = EngineLoad()
@@ -57,7 +57,7 @@ class EngineMonitor:
         self._held: set[str] = set()
 
     def record(self, scheduler_stats: SchedulerStats | None, *_: object, **__: object) -> None:
-        """Take note of a step."""
+        """Record a step."""
         self._heard = self._now()
         if scheduler_stats is not None:
             self.latest = EngineLoad(
@@ -87,15 +87,14 @@ class EngineMonitor:
         self._heard = self._now()
 
     def silent_s(self, since: float) -> float:
-        """Return for how many seconds an engine with requests from the time `since` on has made no step."""
+        """Return for how many seconds an engine with requests since `since` has made no step."""
         return 0.0 if self._held else max(self._now() - max(self._heard, since), 0.0)
 
 
 def build_monitored(arguments: AsyncEngineArgs, monitor: EngineMonitor, hold_s: float) -> AsyncLLM:
-    """Build an engine of whose steps `monitor` hears, and whose process sends the tokens of several steps together.
-
-    `hold_s`: for how many seconds at most it holds the tokens of unfinished responses. vLLM's own statistics are left
-    out, unless `disable_log_stats` is false: they cost time for each token.
+    """Build an engine that reports its steps to `monitor` and whose process sends the tokens of several steps together.
+    `hold_s`: how long it holds the tokens of unfinished responses at most. vLLM's own statistics are left out, unless
+    `disable_log_stats` is false: they cost time for each token.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -111,7 +110,7 @@ def build_monitored(arguments: AsyncEngineArgs, monitor: EngineMonitor, hold_s: 
     return MonitoredLLM.from_engine_args(arguments, stat_loggers=[lambda config, index: monitor])
 
 
-# The events of a replica: the times in which its engine had requests, its load, its parts in publications.
+# The events of a replica: when its engine had requests, its load, its parts in publications.
 
 GAP_S = 0.1  # shorter breaks of an engine are not reported
 LONGEST_S = 60.0  # of a span, so that readers of a living run see it
@@ -120,7 +119,7 @@ LOAD_S = 10.0  # between two records of the load
 
 @dataclass
 class _Busy:
-    """A time in which the engine had requests, with the most of them."""
+    """A time span in which the engine had requests, with their largest number."""
 
     begin: float
     end: float
@@ -129,7 +128,7 @@ class _Busy:
 
 
 class ReplicaActivity:
-    """Records the events of one replica. Its methods are called where things happen, in the actor's event loop."""
+    """Records the events of one replica. Its methods are called in the actor's event loop."""
 
     def __init__(self, index: int, now: Callable[[], float] = time.monotonic) -> None:
         self._index, self._now = index, now
@@ -140,7 +139,7 @@ class ReplicaActivity:
         self._weights: float | None = None
 
     def step(self, now: float, load: EngineLoad) -> None:
-        """Take note of an engine step at `now`. Steps are joined to times without a break."""
+        """Record an engine step at `now`. Consecutive steps are joined into one span."""
         is_busy, begin = load.running + load.waiting > 0, now
         before = self._busy
         if before is not None and ((self._idle and now - before.end > GAP_S) or now - before.begin > LONGEST_S):
@@ -161,7 +160,7 @@ class ReplicaActivity:
             )  # fmt: skip
 
     def pause(self) -> None:
-        """The replica pauses; it may be paused already, by a publication that is repeated."""
+        """The replica pauses; it may already be paused by a repeated publication."""
         self.end()
         self._paused = self._now() if self._paused is None else self._paused
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestState
 
 
-# The times at which an engine began with each request and made its first token, as vLLM's engine process reports them.
+# When an engine started each request and made its first token, as vLLM's engine process reports it.
 #
 # vLLM sends the time at which a request was scheduled together with its first token, if it keeps statistics in the
 # engine process. The front end's own statistics, which cost time for each token, stay off: the hook looks at one field
@@ -61,7 +61,7 @@ class RequestTimes:
         self._open: dict[str, _Times] = {}
 
     def begin(self, name: str, arrived: float) -> None:
-        """Record that a request has come."""
+        """Record a new request."""
         self._open[name] = _Times(arrived)
 
     def end(self, name: str) -> None:
@@ -69,7 +69,7 @@ class RequestTimes:
         self._open.pop(name, None)
 
     def hear(self, name: str, output: EngineCoreOutput, at: float | None) -> None:
-        """Take note of an output of the engine that has events of its request. `at`: when the engine sent it."""
+        """Record an engine output with events of its request. `at`: when the engine sent it."""
         times = self._open.get(name)
         if times is None or times.first_token is not None:
             return
@@ -82,7 +82,7 @@ class RequestTimes:
     def parts(self, name: str, *, ended: bool) -> tuple[float, float]:
         """Return the seconds for which a request waited in the engine's queue, and those of its prefill, so far.
 
-        As long as the engine has not reported it, it waits. If it has `ended` so, nothing is known: both are 0.
+        It waits as long as the engine has not reported it. If it `ended` unreported, both are 0.
         """
         times = self._open.get(name)
         if times is None or (ended and times.scheduled is None):
@@ -94,7 +94,7 @@ class RequestTimes:
         return queue_s, 0.0 if times.scheduled is None else max(0.0, first - max(began, times.arrived))
 
     def listen(self, engine: AsyncLLM) -> None:
-        """Let the engine's front end tell of outputs that have events."""
+        """Make the engine's front end report outputs that have events."""
         processor: Any = engine.output_processor
         before = processor._update_stats_from_output
 
@@ -110,7 +110,7 @@ class RequestTimes:
 #
 # Between the start of a weight sync and its end the weights are of two versions, and after a sync that another member's
 # failure has interrupted they stay so until a later sync has loaded all of them. The engine is paused all that time and
-# keeps its requests. Nothing may resume it, or give it a clean start, before: this is the one place that decides it.
+# keeps its requests. Nothing may resume or reset it before that; only this class decides it.
 #
 # An engine that sleeps has lost its weights. It is woken part by part, and the last part resumes it, whatever paused it
 # before (vLLM 0.32, v1/engine/core.py:1012): so the cache must not wake before a sync has loaded all weights.
@@ -119,10 +119,10 @@ SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags
 
 
 class WeightState:
-    """The state of one engine's weights. What is about to begin is recorded before, what has ended afterwards."""
+    """The state of one engine's weights. Begins are recorded before they happen, ends afterwards."""
 
     def __init__(self, has_weights: bool) -> None:
-        """`has_weights`: the engine has read the model's files, and not begun with random weights."""
+        """`has_weights`: the engine read the model's files instead of starting with random weights."""
         self.has_weights = has_weights
         self._joining = False  # the group of the sync; after a failure the engine may wait for the other members
         self.in_session = False
@@ -133,7 +133,7 @@ class WeightState:
 
     @property
     def obstacle(self) -> str | None:
-        """The reason why the engine must not generate, or None if nothing speaks against it but missing weights."""
+        """The reason why the engine must not generate, missing weights aside; None if there is none."""
         if self.in_session or self._joining:
             return "was left in the middle of a weight sync"
         if self._mixed:
@@ -141,7 +141,7 @@ class WeightState:
         return None
 
     def sleep(self) -> None:
-        """The engine is about to sleep, and to lose its weights and its cache."""
+        """The engine is about to sleep and lose its weights and cache."""
         self.has_weights, self.asleep, self._falling = False, frozenset(SLEEPING_PARTS), True
 
     def slept(self) -> None:
@@ -217,9 +217,8 @@ class EngineRequests:
         self._weights = 0  # how often they were replaced while the engine kept its cache
 
     def keep_cache(self) -> None:
-        """Let requests that start from now on use no KV values of those before.
-
-        Call it when the engine gets other weights and keeps its cache: only requests in flight go on with old values.
+        """Keep requests that start from now on from using earlier KV values. Call it when the engine gets new weights
+        and keeps its cache: only requests in flight continue with old values.
         """
         self._weights += 1
 
@@ -257,7 +256,7 @@ class EngineRequests:
 
         Raises RequestFailed for an unknown one, ReplicaFailed if the engine is silent.
         """
-        await asyncio.sleep(0)  # what has just ended can say so
+        await asyncio.sleep(0)  # so what has just ended can report it
         if open_ones := [each for each in map(self._find, reported) if not each.task.done()]:
             self._check_silence(open_ones)
         parts = {}
@@ -293,7 +292,7 @@ class EngineRequests:
                 continue
             self.times.end(name)
             if not found.task.cancel() and not found.task.cancelled():
-                found.task.exception()  # it has been reported for another request of the call
+                found.task.exception()  # it was reported for another request of the call
 
     def _part(self, name: str, known: int) -> ResponsePart:
         """Return what follows the first `known` tokens; a request that has ended is closed."""
@@ -312,7 +311,7 @@ class EngineRequests:
             state = processor.request_states[internal_id]
             ids, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
             return self._read(name, ids, logprobs, state._weight_version_spans() or (), known, None, seconds, times)
-        # It has not reached the engine yet, or has just ended, which the next report says.
+        # It has not reached the engine yet, or has just ended; the next report shows it.
         return ResponsePart(seconds=seconds, queue_s=times[0], prefill_s=times[1])
 
     def _read(

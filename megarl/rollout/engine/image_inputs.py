@@ -1,4 +1,4 @@
-"""The input of vLLM for a prompt with images: exact token ids, and the patches that the trainer has too.
+"""vLLM's input for a prompt with images: exact token ids, and the same patches as the trainer's.
 
 Each image is given with its place and its hash, so vLLM expands nothing, and a sampled image token is text. Patches are
 normalised here: vLLM's own module for that holds its constants as weights, which an engine that starts with random
@@ -35,7 +35,7 @@ class ImageInputs:
         return self._input(request, patches)
 
     async def _patches(self, image: ImageRef, file: bytes | Awaitable[bytes]) -> np.ndarray:
-        """Return the patches of an image, which the requests of a group ask for at the same time."""
+        """Return the patches of an image; the requests of a group ask at the same time."""
         if (known := self._processor.known(image.hash)) is not None:
             return known
         if (making := self._making.get(image.hash)) is None:

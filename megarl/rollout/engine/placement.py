@@ -1,4 +1,4 @@
-"""The places that Ray has for further engines."""
+"""Ray's room for more engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.common.rundir.private_directory import VARIABLE
 
 POLL_S = 0.1
 
-# The devices that ranks and replicas hold. The two sets must be disjoint; both sides report what they really hold.
+# The devices that ranks and replicas actually hold, as both sides report them. The two sets must be disjoint.
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def visible_devices(indices: Iterable[int]) -> str:
 # Custom Ray resources of rollout nodes: the first marks such a node, the second counts the engines that it can hold.
 ROLLOUT_RESOURCE = "megarl_rollout"
 ENGINE_RESOURCE = "megarl_engine"
-# Ray's own resource of the node that runs its head. What the run cannot lose is placed there, so that it can lose any
-# other rollout node.
+# Ray's own resource of its head's node. What the run cannot lose is placed there, so that any other rollout node may
+# fail.
 HEAD_RESOURCE = "node:__internal_head__"
 HEAD_SHARE = 0.001
 
@@ -168,7 +168,7 @@ def places_on(nodes: Iterable[Mapping[str, float]], needs: Mapping[str, float]) 
 
 
 def free_places(needs: Mapping[str, float]) -> int:
-    """Return how many engines the living nodes of this process's Ray cluster can hold besides what runs there."""
+    """Return how many more engines the living nodes of this process's Ray cluster can hold."""
     from ray._private import state
 
     return places_on(state.available_resources_per_node().values(), needs)

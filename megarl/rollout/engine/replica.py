@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """Holds what the replicas and the controller of a run are made from.
+    """The arguments of a run's replicas and controller.
 
     `supervisor` runs on `host`; None if the run uses a Ray cluster that the supervisor has not started.
     """
@@ -70,7 +70,7 @@ class ReplicaSpec:
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """Holds where a replica is, the version that it serves (None: none yet), and the numbers of its requests."""
+    """A replica's place, the version that it serves (None: none yet), and the numbers of its requests."""
 
     held: HeldDevices
     version: str | None
@@ -78,13 +78,13 @@ class ReplicaStatus:
     waiting: int
 
 
-DEATH_CHECK_S = 0.5  # between two looks whether the engine lives, while one of its calls is awaited
+DEATH_CHECK_S = 0.5  # between two checks of the engine while one of its calls is awaited
 
 
 class EngineReplica:
     """The actor that `replica_start.create_replica` creates; see the module's docstring.
 
-    An engine that did not read the model's weights starts with random ones: it refuses to generate until the first
+    An engine that did not read the model's weights starts with random ones and refuses to generate until the first
     weight sync is complete.
     """
 
@@ -96,13 +96,13 @@ class EngineReplica:
         self.max_model_len = spec.max_model_len
         self._engine: AsyncLLM | None = None
         self._starting = asyncio.Lock()
-        self._processes: set[ProcessId] = set()  # of the engine: workers may outlive the one that has started them
+        self._processes: set[ProcessId] = set()  # of the engine: workers may outlive the process that started them
         self._calls = AnsweredCalls()
         self._calls_of_link = RpcServer(lambda method, args: getattr(self, method)(*args)).link
         self._requests: EngineRequests
         self._failed: str | None = None
         self._weights = WeightState(reads_weights(self.config.rollout, self.config.model.path))
-        self._version: str | None = None  # the label of what is generated now
+        self._version: str | None = None  # the label of tokens generated now
         self._activity = ReplicaActivity(index)
         self._monitor = EngineMonitor(heard=self._activity.step)
         self._log_file = Path(spec.run_dir) / "logs" / f"replica-{index}.log"
@@ -115,7 +115,7 @@ class EngineReplica:
         spec.watch_supervisor()
 
     async def answer(self, key: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401  # of any method
-        """Call a method once, however often a trainer that had lost the connection sends the same `key`."""
+        """Call a method once, however often a trainer resends the same `key` after a lost connection."""
         return await self._calls.answer(key, lambda: getattr(self, method)(*args, **kwargs))
 
     async def give(self, number: int, calls: Sequence[SharedCall], link: str) -> None:
@@ -166,7 +166,7 @@ class EngineReplica:
         return build_monitored(AsyncEngineArgs(**arguments, weight_transfer_config=transfer), self._monitor, hold_s)
 
     def _image_inputs(self) -> ImageInputs | None:
-        """Return what makes the inputs of prompts with images; None if the model sees none."""
+        """Return the maker of inputs with images; None if the model has no vision."""
         if not self._sees:
             return None
         from megarl.models.hf.image_patches import ImageProcessor
@@ -235,7 +235,7 @@ class EngineReplica:
     async def resume(self) -> None:
         """Resume generation after `pause`. Raises ReplicaFailed if the weights are not those of one version.
 
-        An engine that sleeps is resumed when its last part wakes.
+        A sleeping engine resumes when its last part wakes.
         """
         engine = self._check_weights()
         if self._weights.asleep:
@@ -245,10 +245,9 @@ class EngineReplica:
         self._activity.resume(self._version)
 
     async def sleep(self) -> int:
-        """Give the memory of weights and KV cache back, and keep the requests. The weights are lost.
-
-        An engine that is being started falls asleep at the end of that. Returns the bytes that are still held: in use
-        of the worker's GPU that has most, on a CPU by its process.
+        """Free the memory of weights and KV cache, and keep the requests. The weights are lost. A starting engine falls
+        asleep at the end of its start. Returns the bytes that are still held: in use of the worker's GPU that has most,
+        on a CPU by its process.
         """
         async with self._starting:
             return await self._sleep()
@@ -341,8 +340,8 @@ class EngineReplica:
     async def abandon_weight_update(self, update_info: dict[str, Any]) -> None:
         """Give up a sync that has not finished here, keep the requests, and stay paused until a later one is complete.
 
-        `update_info`: what tells the engine so. Raises ReplicaFailed if the engine cannot be loaded again; it must be
-        replaced then.
+        `update_info`: the message that makes the engine do so. Raises ReplicaFailed if the engine cannot be loaded
+        again; it must be replaced then.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -369,7 +368,7 @@ class EngineReplica:
         return held_devices(f"replica {self.index}", self.cuda)
 
     async def status(self) -> ReplicaStatus:
-        """Return what this replica knows about itself. It answers also if its engine has failed."""
+        """Return this replica's status, even if its engine has failed."""
         now = self._monitor.latest
         return ReplicaStatus(await self.devices(), self._version, now.running, now.waiting)
 
@@ -378,7 +377,7 @@ class EngineReplica:
         self._failed = f"replica {self.index} {reason}"
 
     async def shutdown(self) -> None:
-        """Stop the engine's processes. Raises EngineMayRun if one lives on, with the memory that it holds."""
+        """Stop the engine's processes. Raises EngineMayRun if one lives on and keeps its memory."""
         left: set[ProcessId] = set()
         if self._engine is not None:
             # The engine process has nothing to save, and does not end on SIGTERM within its default time-out (5 s).

@@ -16,7 +16,7 @@ from megarl.rollout.engine.replica import EngineReplica, ReplicaSpec
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-# Calls at once: each response of the gateway has one nearly all the time, and must not keep out those of a weight sync.
+# Concurrent calls: each gateway response has one nearly all the time, and must not block those of a weight sync.
 MOST_CALLS = 40_000
 
 
@@ -43,7 +43,7 @@ def create_replica(spec: ReplicaSpec, index: int) -> ActorHandle:
 
 
 class EndedReplica:
-    """Stands for the actor of a replica that has ended, so that no handle of it exists; every call of it fails."""
+    """Replaces the actor of an ended replica without a handle; every call of it fails."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -64,7 +64,7 @@ async def restart_replica(
 ) -> ActorHandle:
     """Kill `old` and start a new replica under its name. Raises as `start_replica`.
 
-    It has no place either if `old` has not died within `timeouts.node_s`: its node cannot be reached.
+    Raises NoPlace too if `old` has not died within `timeouts.node_s`, because its node cannot be reached.
     """
     import ray
 

@@ -216,7 +216,7 @@ class CallRunner:
         return self._add(prefix, lease, report, responses.add_last)
 
     def _stop(self, lease: Lease, reported: dict[str, int]) -> None:
-        """Have a replica stop requests that nobody waits for any more, and do not wait for that either."""
+        """Have a replica stop requests that are no longer awaited, without waiting for it."""
 
         async def stop() -> None:
             assert lease.client is not None

@@ -83,8 +83,9 @@ class ElasticPool:
     ) -> None:
         """`start(index, placed)`: creates and starts an engine, and calls `placed` when it has taken its place.
 
-        `end`: kills an engine. `places()`: how many more Ray has room for; it runs in a thread. `notify`: tells the
-        user what happens without a command. `fixed`: none starts or ends here, because the trainer may have its GPU.
+        `end`: kills an engine. `places()`: how many more Ray has room for; it runs in a thread. `notify`: reports to
+        the user what happens without a command. `fixed`: none starts or ends here, because the trainer may have its
+        GPU.
         """
         self._fixed = fixed
         self._fleet, self._timeouts, self._start, self._end = fleet, timeouts, start, end
@@ -289,10 +290,8 @@ class ElasticPool:
             return self._fleet.table.reserve(min(room, most)) if room >= least else [], room
 
     async def _room(self) -> int:
-        """Return how many engines Ray has room for besides those that are being started.
-
-        Raises RolloutError after `timeouts.rpc_s`. The thread that asks cannot be ended; until it has, no other one
-        is started.
+        """Return how many more engines Ray has room for, those that are being started not counted. Raises RolloutError
+        after `timeouts.rpc_s`. The thread that asks cannot be ended; no other one starts before it ends.
         """
         rpc_s, placing = self._timeouts.rpc_s, self._fleet.table.unplaced
         try:
@@ -300,9 +299,7 @@ class ElasticPool:
                 if self._look is not None:
                     await asyncio.wait([self._look])
                 self._look = asyncio.ensure_future(asyncio.to_thread(self._places))
-                self._look.add_done_callback(
-                    lambda look: look.cancelled() or look.exception()
-                )  # nobody may wait for it
+                self._look.add_done_callback(lambda look: look.cancelled() or look.exception())  # it may not be awaited
                 return max(0, await asyncio.shield(self._look) - placing)
         except TimeoutError:
             raise RolloutError(

@@ -68,7 +68,7 @@ class ExternalDrop:
 class ExternalNews:
     """The tokens of a request since the news before. It has ended if `part` says how, or with a `failure`.
 
-    `replica`: the one that ended it, -1 before; `error`: the message of a failure.
+    `replica`: which one ended it, -1 before; `error`: the message of a failure.
     """
 
     name: str

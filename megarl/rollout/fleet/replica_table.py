@@ -1,7 +1,7 @@
 """One record for each replica of the pool, and everything that changes its state. No clock, no calls.
 
-A replica serves if it is `READY` and nobody has drained or removed it. Requests are placed on it for as long as it
-serves without a break (`Lease`); after that what it works on goes on elsewhere, also if it serves again later.
+A replica serves if it is `READY` and neither drained nor removed. Requests are placed on it for as long as it serves
+without a break (`Lease`); after that what it works on goes on elsewhere, also if it serves again later.
 
 A new replica has no weights: it joins with the next publication. The members of a publication stay the same from its
 beginning to its end, so a replica that is removed meanwhile ends after it. An index is never used again.
@@ -254,7 +254,7 @@ class ReplicaTable:
         return self.forget(index)
 
     def leave(self, index: int) -> None:
-        """Remove a replica; its responses go on elsewhere. `EnginePool.can_end` tells when its engine can be ended."""
+        """Remove a replica; its responses go on elsewhere. `EnginePool.can_end` says when its engine can be ended."""
         replica = self._replicas[index]
         replica.leaving, replica.failure = True, None
         self._withdraw(replica)

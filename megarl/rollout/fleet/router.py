@@ -53,7 +53,7 @@ class PublicationHold:
     """Tells whether what has not begun is held back, and since when; `end` lets it go."""
 
     def __init__(self, limit_s: float) -> None:
-        """`limit_s`: the longest time that it may last; whoever waits longer fails."""
+        """`limit_s`: its longest duration; a longer wait fails."""
         self.limit_s = limit_s
         self.ended_at = -math.inf
         self._began_at: float | None = None
@@ -133,9 +133,9 @@ class Router:
     ) -> Lease | None:
         """Wait for a replica with room for `samples` requests and assign them; None if their deadline has come.
 
-        Training comes before requests in the `background`; within each, whoever comes first is placed first. Requests
-        that have begun, with `tokens` (> 0), do not wait for room, nor for the end of a hold. While no replica serves,
-        they wait for one that is coming.
+        Training comes before requests in the `background`; each is served in order of arrival. Requests that have
+        begun, with `tokens` (> 0), do not wait for room, nor for the end of a hold. While no replica serves, they wait
+        for one that is coming.
 
         Raises NoReplicaLeft, with the reason of the last loss, as soon as no replica is coming, or if none has come in
         time; RolloutError after `timeout_s`, which does not count while they are held back, or if the hold lasts too
@@ -163,7 +163,7 @@ class Router:
             self._wake_next()
 
     def _assign_next(self, place: _Place, context: RequestContext, samples: int, tokens: int) -> Lease | None:
-        """Assign requests that have begun, and others if nothing holds them back and nobody comes before them."""
+        """Assign requests that have begun, and others if nothing holds them back and no other comes first."""
         if not tokens and (self._hold.active or not self._is_next(place)):
             return None
         return self.assign(context.prefix, samples, context.home, context.near, any_room=tokens > 0)
@@ -220,7 +220,7 @@ class Router:
         return chosen.lease()
 
     def _is_next(self, place: _Place) -> bool:
-        """Return whether nobody comes before a place in the queue."""
+        """Return whether a place in the queue is the first."""
         return next((each for each in self._queue if not each.background), self._queue[0]) is place
 
     def _wake_next(self) -> None:

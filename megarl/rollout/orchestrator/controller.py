@@ -368,7 +368,7 @@ class RolloutController(PoolController):
         return self._admission.counters
 
     async def _go_back(self, state: dict[str, Any] | None) -> None:
-        """Begin with a committed history, and with what the journal has besides it."""
+        """Begin with a committed history, and with what the journal adds to it."""
         self._source.reset()
         if state is not None:
             known = state["admission"]
@@ -387,9 +387,8 @@ class RolloutController(PoolController):
         self._fleet.expect_publication(self._publishes)
 
     def _needs_publication(self) -> str:
-        """Return why the trainer must publish its weights now; empty if it need not, or would not.
-
-        All replicas are lost, and only a publication brings others: a wait of the trainer ends and says so.
+        """Return why the trainer must publish its weights now; empty if it need not, or would not. If all replicas are
+        lost, only a publication brings others: a wait of the trainer ends with this reason.
         """
         return self._fleet.needs_publication if self._publishes else ""
 

@@ -91,7 +91,7 @@ class ServingController(PoolController):
     async def _label(self) -> None:
         """Label the weights of all replicas; those that have just come do not know it."""
         for index in self._fleet.serving:
-            with contextlib.suppress(RolloutError):  # its next request tells that it is lost
+            with contextlib.suppress(RolloutError):  # its next request shows that it is lost
                 bound_s = self.config.timeouts.rpc_s
                 await self._fleet.call(index, "set_weight_version", VERSION, timeout_s=bound_s)
 

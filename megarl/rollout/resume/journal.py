@@ -93,9 +93,8 @@ class RolloutJournal:
             return 0
 
     def count(self, started: int) -> None:
-        """Note how many groups were ever started, before the last of them starts; a resume counts those in vain.
-
-        What the disk does not take is written with the next groups that start.
+        """Note how many groups were ever started, before the last of them starts, so a resume counts the discarded
+        ones. If the disk refuses it, it is written with the next groups that start.
         """
         try:
             self._file.count(started)
@@ -225,7 +224,7 @@ class RolloutJournal:
             try:
                 await asyncio.to_thread(self._file.append, [*([epoch] if epoch else []), *records])
             except OSError as error:
-                self._urgent |= groups  # whoever waits with this one tries it again
+                self._urgent |= groups  # others that wait with this one try again
                 raise RolloutError(f"{self._file.path} cannot be written, and {_BEFORE_A_CALL}: {error}") from error
             except BaseException:
                 self._urgent |= groups
@@ -330,7 +329,7 @@ def _without_added(content: Any) -> Any:  # noqa: ANN401  # JSON
 
 
 def _note_end(writing: asyncio.Future[None]) -> None:
-    """Take note of a failure for which nobody waits any more; whoever waits raises it."""
+    """Record a failure that no caller awaited; the next waiting call raises it."""
     if not writing.cancelled():
         writing.exception()
 

@@ -35,7 +35,7 @@ def _read_head(file: BinaryIO) -> int | None:
 
 
 def groups_started(path: Path) -> int:
-    """Return how many groups were ever started, by the journal at `path`; 0 if none says so. Raises OSError."""
+    """Return how many groups were ever started, by the journal at `path`; 0 without a record. Raises OSError."""
     try:
         with path.open("rb") as file:
             return _read_head(file) or 0

@@ -1,8 +1,8 @@
 """The records of the rollout journal: a JSON head, then arrays of numbers. Pure.
 
-A finished group is one record, with what its trajectories hold besides tokens in the head. So is an unfinished one,
-with the tokens that its responses have so far and, in the head, the records of its agent loops. Log-probs are float32,
-as in the queue. An `EpochRecord` begins each restart epoch.
+A finished group is one record, with everything but its trajectories' tokens in the head. So is an unfinished one, with
+the tokens that its responses have so far and, in the head, the records of its agent loops. Log-probs are float32, as in
+the queue. An `EpochRecord` begins each restart epoch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tasks of the rollout controller that nobody awaits, and the failure of one that ends the run."""
+"""Background tasks of the rollout controller, and the failure of one that ends the run."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class AnsweredCalls:
     """
 
     def __init__(self, kept: int = KEPT) -> None:
-        """`kept`: the number of answers that are remembered, besides those of calls that still run."""
+        """`kept`: the number of answers that are remembered, in addition to those of calls that still run."""
         self._kept = kept
         self._calls: dict[str, asyncio.Future[Any]] = {}
 
@@ -135,7 +135,7 @@ class RpcClient:
     async def _settle(self, answers: Sequence[CallResult]) -> None:
         for answer in answers:
             future = self._open.get(answer.number)
-            if future is None or future.done():  # nobody waits for it any more
+            if future is None or future.done():  # it is no longer awaited
                 continue
             if answer.error is not None:
                 future.set_exception(answer.error)

@@ -64,7 +64,7 @@ class WorkerRun(LoopRun):
 
     async def generate(self, request: GenerateRequest, place: RequestPlace, near: int | None) -> GenerateResult:
         """See `LoopRun.generate`."""
-        self.send_records({place[0]})  # before it, so that nobody has a response to a turn of which nothing is known
+        self.send_records({place[0]})  # before it, so no client has a response to an unknown turn
         answer = self._waiting[place] = asyncio.get_running_loop().create_future()
         self._outbox.put(Asked(self.number, place, request, near, self.progress.prompt_of(place)))
         result: GenerateResult = await answer

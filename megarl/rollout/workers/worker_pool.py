@@ -139,7 +139,7 @@ class RemoteRun:
         if not self.ended.done():
             self.ended.cancel()
         elif not self.ended.cancelled():
-            self.ended.exception()  # nobody has to ask for it any more
+            self.ended.exception()  # it need not be requested any more
 
 
 class WorkerPool:
@@ -304,7 +304,7 @@ class WorkerPool:
         else:
             self._leave(remote)
             remote.run.stats.add(message.stats)
-            if remote.ended.done():  # whoever waits for it is being cancelled
+            if remote.ended.done():  # its waiters are being cancelled
                 return
             if isinstance(message.result, SentFailure):
                 remote.ended.set_exception(message.result.exception())

@@ -1,7 +1,7 @@
 """The batches of the steps: each is taken from the pool, planned, and read from the queue.
 
-Only rank 0 calls the rollout controller, and the first rank of each data-parallel replica (its leader) reads the queue;
-both broadcast what they get. If engines generate during training, the next batch is prepared by a thread while the
+Only rank 0 calls the rollout controller. The first rank of each data-parallel replica (its leader) reads the queue.
+Both broadcast their results. If engines generate during training, the next batch is prepared by a thread while the
 current one trains, and none after it. A batch that was prepared and is not trained, because the run stops or fails, was
 never committed: the run that resumes uses its groups again or draws them again.
 """
@@ -44,7 +44,7 @@ from megarl.trainer.policy import StepRefused
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LOST = "lost"  # what a rank says of the queue, if it has died
+LOST = "lost"  # a rank's word that the queue has died
 
 # A text is the reason of a PublicationNeeded: a message has one kind of dataclass.
 _READY: Codec[BatchReady | str | None] = codec_of(BatchReady | str | None)
@@ -56,7 +56,7 @@ _ENCODED: Codec[list[Row]] = codec_of(list[tuple[bytes, dict[str, str]]])
 
 
 def _decode_rows(content: bytes) -> list[Trajectory]:
-    """Return the rows. Raises MalformedMessage if they are none."""
+    """Return the rows. Raises MalformedMessage if they cannot be read."""
     rows = _ENCODED.decode(content)
     try:
         return decode(*join_rows(rows)) if rows else []
@@ -73,9 +73,8 @@ class DisagreementError(RuntimeError):
 
 
 class QueueClient:
-    """Reads the queue on a leader, from any thread. If it has died, connects to the one that the pool has started.
-
-    What was in an earlier queue is lost.
+    """Reads the queue on a leader, from any thread. If it has died, connects to the new one that the pool started. The
+    content of the earlier queue is lost.
     """
 
     def __init__(self, handle: SupervisorHandle, timeouts: TimeoutsConfig) -> None:
@@ -84,9 +83,8 @@ class QueueClient:
         self._handle, self._reader = handle, self._attach(handle)
 
     def read(self, rebuilds: int, question: Callable[[QueueReader], T]) -> T:
-        """Return the answer of the queue that the pool has after `rebuilds` new ones.
-
-        Raises PartsLost if that queue has died, or been replaced, and what `question` raises.
+        """Return the answer of the pool's queue number `rebuilds`. Raises PartsLost if that queue has died or been
+        replaced, and whatever `question` raises.
         """
         try:
             reader = self._reader_of(rebuilds)
@@ -162,12 +160,10 @@ class BatchSource:
             self._queue = QueueClient(handle, self._config.timeouts)
 
     def take(self, step: int, version: int, *, asleep: bool = False) -> PreparedBatch | PublicationNeeded:
-        """Return the batch of `step`, which updates the weights of `version`.
-
-        Or return that these must be published first; call it again then. So it is if engines are `asleep`, and would
-        have to generate for the batch. If they generate during training, start to prepare the next one. Raises what the
-        preparation raised, and on the ranks that only waited for rank 0 PeerFailedError. With `telemetry.dump_batches`
-        the batch is then in RUN_DIR/batches.
+        """Return the batch of `step`, which updates the weights of `version`, or the need to publish these first: then
+        publish and call again. That is so if engines are `asleep` and would have to generate for the batch. If they
+        generate during training, start to prepare the next one. Raises whatever the preparation raised; ranks that only
+        waited for rank 0 raise PeerFailedError. With `telemetry.dump_batches` the batch is then in RUN_DIR/batches.
         """
         name = f"step {step + 1}/{self._config.run.steps}"
         if self._pace.overlaps:
@@ -195,7 +191,7 @@ class BatchSource:
         return prepared
 
     def _await_next(self, step: int, version: int) -> PreparedBatch | PublicationNeeded:
-        """Return what the preparation of `step` has found, which begins now if it has not yet."""
+        """Return the result of preparing `step`, which begins now if it has not begun."""
         if self._next is None:
             self._start(step, version)
         assert self._next is not None and self._prepares == (step, version)
@@ -229,7 +225,7 @@ class BatchSource:
                 kept = self._keep(ready, lost=prepared is None)
             if kept and prepared is not None:
                 return prepared
-            logger.warning("the queue has died before the batch of step %d was read; it is taken again", step)
+            logger.warning("the queue died before the batch of step %d was read; taking the batch again", step)
 
     def _ask(self, step: int, bound_s: float, asleep: bool) -> BatchReady | str:
         """Ask the controller for a batch, on rank 0. A text is the reason why the weights must be published first."""
@@ -238,7 +234,7 @@ class BatchSource:
         return ready.reason if isinstance(ready, PublicationNeeded) else ready
 
     def _read(self, ready: BatchReady, version: int) -> PreparedBatch | None:
-        """Plan a batch and read what this rank needs of it; None if a rank has found that the queue has died meanwhile.
+        """Plan a batch and read this rank's part of it; None if a rank has found that the queue died meanwhile.
 
         Raises DisagreementError if the replicas' plans differ.
         """
@@ -255,7 +251,7 @@ class BatchSource:
         if rows is None:
             return None
         files: dict[str, bytes] | None = {}
-        if any(row.images for row in rows):  # so it is on every rank of the replica, or on none
+        if any(row.images for row in rows):  # the same on every rank of the replica
             files = self._read_for_replica(ready.rebuilds, lambda queue: queue.fetch_images(rows), _FILES)
         if files is None:
             return None
@@ -317,10 +313,9 @@ class BatchSource:
         return self._channel.in_replica(own, codec)
 
     def _keep(self, ready: BatchReady, *, lost: bool) -> bool:
-        """Return on every rank whether all have read what they need of the batch, which is then held until its commit.
-
-        `lost`: this rank has not. False also if the controller that gave the batch has died meanwhile: the new one does
-        not know of it. Such a batch must be dropped by all ranks, and taken again.
+        """Return on every rank whether all have read their part of the batch, which is then held until its commit.
+        `lost`: this rank has not. Also False if the controller of the batch died meanwhile, because the new one does
+        not know it. All ranks must drop such a batch and take it again.
         """
         if LOST in self._channel.gather(LOST if lost else ""):
             return False
@@ -335,7 +330,7 @@ class BatchSource:
     def keep_on_failure(self, batch: PreparedBatch) -> Iterator[None]:
         """Write the batch to RUN_DIR/failed_batch, for `megarl replay`, if the block raises StepRefused.
 
-        If a rank cannot write its share, the error says so, and is raised all the same.
+        If a rank cannot write its share, the raised error says so.
         """
         try:
             yield
@@ -364,15 +359,14 @@ class BatchSource:
             write_batch(directory, batch.step, batch.plan.version, share, part=rank, parts=replicas)
 
     def finish(self) -> None:
-        """End a preparation that is running. Bounded by `timeouts.shutdown_s`; one that goes on is logged."""
+        """End a preparation that is running. Bounded by `timeouts.shutdown_s`; one that continues is logged."""
         if not self._end(self._config.timeouts.shutdown_s):
             waited = f"{self._config.timeouts.shutdown_s:.0f} s (timeouts.shutdown_s)"
-            logger.warning("waited %s for the next batch's thread; it is left to the end of the process", waited)
+            logger.warning("waited %s for the next batch's thread; leaving it to the end of the process", waited)
 
     def close(self) -> None:
         """End it after a failure, and disconnect from the queue. Not collective, because the other ranks may not come.
-
-        A rank whose thread follows rank 0's leaves it to the end of the process rather than report its failure late.
+        A rank whose thread follows rank 0's leaves it to the end of the process: waiting would delay its report.
         """
         try:
             self._end(2 * SLICE_S)

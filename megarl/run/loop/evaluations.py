@@ -1,8 +1,7 @@
-"""The evaluations of a run, seen by the trainer: it waits for their reports, or trains on and collects them later.
-
-At most one goes on alongside training; before the next one begins, and before the run ends, the trainer waits for it. A
-checkpoint keeps which one had not ended: the run that resumes begins it again, with the weights of the checkpoint. So
-no evaluation of the committed history is lost, and none is counted twice.
+"""The evaluations of a run, seen by the trainer: it waits for their reports, or continues training and collects them
+later. At most one runs alongside training; the trainer waits for it before the next one and before the end of the run.
+A checkpoint records an unfinished one, and a resumed run begins it again with the weights of the checkpoint. So no
+evaluation of the committed history is lost, and none is counted twice.
 """
 
 from __future__ import annotations
@@ -25,21 +24,22 @@ class Evaluations:
     key = "evaluations"
 
     def __init__(self, config: Config, pool: RolloutClient, recorder: Recorder, stopped: Callable[[], bool]) -> None:
-        """`stopped`: says on rank 0 whether the run was asked to stop; an evaluation that is waited for then ends."""
+        """`stopped`: says on rank 0 whether the run was asked to stop; an awaited evaluation then ends."""
         self._config, self._pool, self._recorder, self._stopped = config, pool, recorder, stopped
         self._alongside_training = evaluates_alongside_training(config)
         self._running: dict[str, tuple[int, int]] = {}  # label -> steps done, version; on rank 0
         self._began: dict[str, float] = {}  # label -> when it began alongside training
-        # A stop request has ended an evaluation: the run stops, also if it is withdrawn. The same on every rank.
+        # A stop request has ended an evaluation: the run stops even if the request is withdrawn. The same on every
+        # rank.
         self.ended_by_stop = False
 
     def evaluate(self, steps_done: int, version: int, label: str) -> bool | PublicationNeeded:
         """Evaluate the weights of `version`, which were just published, on all sets.
 
-        Responses go to RUN_DIR/eval_{label}.jsonl. Those before the first step and after the last are always waited
-        for, so that what a run is judged by is of exactly one version. Returns False if a stop request has ended it:
-        the run that resumes makes it again. If the weights must be published first, because no replica is left, return
-        that; nothing is recorded then.
+        Responses go to RUN_DIR/eval_{label}.jsonl. It always waits before the first step and after the last, so the
+        evaluations that judge a run have exactly one version. Returns False if a stop request has ended it; a resumed
+        run makes it again. If the weights must be published first, because no replica is left, return that; nothing is
+        recorded then.
         """
         if not self._config.evaluation.sets:
             return True
@@ -58,14 +58,14 @@ class Evaluations:
         if reports is None:
             self.ended_by_stop = True
             self._recorder.say(f"the evaluation ({label}) was ended by a stop request")
-            if 0 < steps_done < self._config.run.steps:  # the loop itself makes the first and the last one again
+            if 0 < steps_done < self._config.run.steps:  # the loop itself repeats the first and the last one
                 self._running[label] = (steps_done, version)
             return False
         self._recorder.evaluation(steps_done, version, label, reports, began=began)
         return True
 
     def resume(self, version: int) -> PublicationNeeded | None:
-        """Begin again what had not ended when the checkpoint was saved, with the weights of `version`.
+        """Restart the evaluations that were unfinished at the checkpoint, with the weights of `version`.
 
         Return as `evaluate`; call it again after the publication.
         """
@@ -76,10 +76,10 @@ class Evaluations:
             if isinstance(needed, PublicationNeeded):
                 self._running = {**others, label: (steps_done, began_at)}
                 return needed
-            if not needed:  # a stop request has ended it: the run that resumes next makes all of them
+            if not needed:  # a stop request has ended it: the next resume makes all of them
                 self._running |= others
                 return None
-            if self._running:  # it goes on alongside training, and only one does
+            if self._running:  # it runs alongside training, and only one does
                 return None
             self._running = others
         return None
@@ -110,7 +110,7 @@ class Evaluations:
     def _record(self, finished: Sequence[FinishedEvaluation], steps_done: int) -> None:
         for each in finished:
             began_at, version = self._running.pop(each.label)
-            if each.version is not None:  # later than asked for, if a new controller has begun it again
+            if each.version is not None:  # later than requested if a new controller has restarted it
                 version = each.version
             began = self._began.pop(each.label, None)
             self._recorder.evaluation(began_at, version, each.label, each.reports, written_at=steps_done, began=began)
@@ -120,5 +120,5 @@ class Evaluations:
         return {label: list(began) for label, began in self._running.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep what `resume` begins again."""
+        """Keep the labels for `resume`."""
         self._running = {label: (int(steps_done), int(version)) for label, (steps_done, version) in state.items()}

@@ -1,11 +1,11 @@
-"""Decides who may use the GPUs that trainer and engines share. Pure.
+"""Decides whether trainer or engines may use the GPUs that they share. Pure.
 
 The states of a run follow each other in one circle:
 
     generate -> handing over -> train -> publish -> handing back -> generate
 
-A state is left only when all whose memory the next one needs have let go of it. In `publish` both sides hold the
-weights and nothing else: the trainer's are sent to the engines.
+A state ends only when all memory that the next one needs has been released. In `publish` both sides hold the weights
+and nothing else: the trainer's are sent to the engines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Turn(StrEnum):
 class GpuTurns:
     """The state of the shared GPUs. They begin with the trainer: engines start asleep.
 
-    `waits_for`: those who have not let go yet of what the state needs.
+    `waits_for`: those who have not yet released what the state needs.
     """
 
     def __init__(self) -> None:
@@ -50,19 +50,19 @@ class GpuTurns:
         return frozenset({"weights"}) if publishes or self.turn is Turn.HANDING_BACK else frozenset()
 
     def hand_over(self, engines: Iterable[str]) -> None:
-        """Begin to give the GPUs to the trainer; `engines` must let go."""
+        """Begin to give the GPUs to the trainer; `engines` must release them."""
         self._move(Turn.GENERATE, Turn.HANDING_OVER, engines)
 
     def publish(self, ranks: Iterable[str]) -> None:
-        """Begin to publish the weights; `ranks` must let go of everything else."""
+        """Begin to publish the weights; `ranks` must release everything else."""
         self._move(Turn.TRAIN, Turn.PUBLISH, ranks)
 
     def hand_back(self, ranks: Iterable[str]) -> None:
-        """Begin to give the GPUs to the engines, which have all weights; `ranks` must let go of theirs."""
+        """Begin to give the GPUs to the engines, which have all weights; `ranks` must release theirs."""
         self._move(Turn.PUBLISH, Turn.HANDING_BACK, ranks)
 
     def let_go(self, who: Iterable[str]) -> None:
-        """Take note that these hold nothing any more that the state does not allow."""
+        """Record that these have released everything that the state does not allow."""
         self.waits_for -= frozenset(who)
         if not self.waits_for:
             self.turn = {Turn.HANDING_OVER: Turn.TRAIN, Turn.HANDING_BACK: Turn.GENERATE}.get(self.turn, self.turn)

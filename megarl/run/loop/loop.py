@@ -1,4 +1,4 @@
-"""The training loop, the same however far sampling may run ahead of training: the admission policy decides that."""
+"""The training loop. It is the same for every mode: the admission policy decides how far sampling runs ahead."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megarl.trainer.policy import StepRefused
 
 T = TypeVar("T")
 
-# Publications in a row for one evaluation that is waited for, and begins again after each. A prompt of it that ends its
-# engine would otherwise end every engine that comes. A batch and an evaluation alongside training need no such bound:
-# their responses go on, and fail after some attempts.
+# Publications in a row for one awaited evaluation, which restarts after each. Without the bound, a prompt that ends its
+# engine would end every new engine. A batch and an evaluation alongside training need no bound: their responses
+# continue, and fail after some attempts.
 MOST_PUBLICATIONS = 3
 
 
@@ -26,7 +26,8 @@ def train(session: Session) -> None:
     """Take batches and update the policy until `run.steps` are done; publish its weights at the config's intervals.
 
     Collective. If generation runs ahead, the next batch is prepared while one trains. A resumed run starts with the
-    step after its checkpoint. A run that is asked to stop saves and ends between two steps, with `session.stopped` set.
+    step after its checkpoint. After a stop request the run saves and ends between two steps, with `session.stopped`
+    set.
     """
     config, policy, pool, recorder = session.config, session.policy, session.pool, session.recorder
     pace = pace_of(config)
@@ -55,7 +56,7 @@ def train(session: Session) -> None:
         recorder.samples(step, batch.samples)
         if batch.files:
             policy.read_patches = None
-        del batch  # its rows need no place alongside those of the next batch and of the one that is prepared then
+        del batch  # its rows then take no room next to those of the next batch and of the one being prepared
         counted = pool.commit(step, plan)
         session.version += pace.updates_per_step
         alarmed = session.monitor.act(session.version)
@@ -78,8 +79,8 @@ def train(session: Session) -> None:
 def take_batch(session: Session, step: int) -> PreparedBatch:
     """Return the batch of a step; GPUs that engines share are then the trainer's. Collective.
 
-    There the first step after a publication waits until engines have generated all steps up to the next one. These find
-    their batches, unless the pool has lost them.
+    With shared GPUs, the first step after a publication waits until engines have generated all steps up to the next
+    one. Later steps find their batches ready, unless the pool has lost them.
     """
 
     def take() -> PreparedBatch | PublicationNeeded:
@@ -92,7 +93,7 @@ def take_batch(session: Session, step: int) -> PreparedBatch:
 
 
 def evaluate(session: Session, steps_done: int, label: str) -> bool:
-    """Evaluate the weights that were just published, or begin to; False if a stop request has ended it. Collective."""
+    """Evaluate the just published weights, or start to; False if a stop request has ended it. Collective."""
     return publish_as_needed(
         session,
         lambda: session.evaluations.evaluate(steps_done, session.version, label),
@@ -115,8 +116,8 @@ def publish_as_needed(session: Session, ask: Callable[[], T | PublicationNeeded]
     while isinstance(answer := ask(), PublicationNeeded):
         if made >= most:
             raise RolloutError(
-                f"an evaluation was begun {made + 1} times, and each time all engines were lost before its end: one of "
-                f"its prompts may end every engine that works on it. The last reason: {answer.reason}"
+                f"an evaluation was started {made + 1} times, and each time all engines were lost: one of its prompts "
+                f"may crash every engine that works on it. The last reason: {answer.reason}"
             )
         made += 1
         session.recorder.say(f"no engine serves; publishing version {session.version}: {answer.reason}")
@@ -143,11 +144,9 @@ def publish(session: Session, *, drain: bool = True) -> None:
 
 
 def publishes_early(session: Session, step: int, timings: Mapping[str, float]) -> bool:
-    """Return whether the weights are published out of turn after `step`. `timings`: those of its batch.
-
-    They are before an evaluation, the one at the end of the run included, and if replicas were lost: a new replica has
-    no weights, and gets them by a publication, until which it refuses to generate. Engines that sleep up to the next
-    one would not generate before it.
+    """Return whether to publish the weights out of turn after `step`. `timings`: those of its batch. True before an
+    evaluation, also at the end of the run, and if replicas were lost: a new replica refuses to generate before a
+    publication. Engines that sleep until the next one would not generate before it.
     """
     lost = timings.get("rollout/replicas_lost", 0.0) > 0 and not session.gpus.shared
     return lost or evaluation_due(session, step + 1)

@@ -1,4 +1,4 @@
-"""The monitor of a run: judges every step and does what its alarms ask for (docs/observability/monitor.md).
+"""The monitor of a run: judges every step and acts on its alarms (docs/observability/monitor.md).
 
 Every rank judges the same numbers and comes to the same alarms, so nothing is exchanged for them. Rules that skip the
 batch or stop the run are judged before the first update changes a weight, all others after the last one.
@@ -20,7 +20,7 @@ from megarl.telemetry.monitor import Alarm, AlarmRule, Monitor, Reading, Replica
 from megarl.trainer.optimizer import StepRefused
 
 REPLICA_GAP = "replica_gap"
-REPLICA_FLOOR = 0.03  # what the other replicas' mean counts as at least, in nats: engines are never equal to the bit
+REPLICA_FLOOR = 0.03  # least value in nats of the other replicas' mean: engines are never equal to the bit
 
 
 def rules_of(section: MonitorConfig) -> list[AlarmRule]:
@@ -48,7 +48,7 @@ def plan_values(plan: StepPlan) -> dict[str, float]:
 def logprob_values(measured: StepMeasures, min_tokens: int) -> dict[str, float]:
     """Return the values of the comparison of engine and trainer, and of the entropy, each where it is known."""
     values = {} if measured.entropy is None else {"entropy": measured.entropy}
-    if measured.compared is None or not measured.compared["tokens"]:  # nothing that an engine has sampled
+    if measured.compared is None or not measured.compared["tokens"]:  # no engine sampled anything
         return values
     values |= {"ess": measured.compared["ess"], "k3_kl": measured.compared["approx_kl"]}
     if (whole := measured.by_source.whole).tokens:
@@ -62,7 +62,7 @@ def logprob_values(measured: StepMeasures, min_tokens: int) -> dict[str, float]:
 def replica_values(
     measured: StepMeasures, version: int, engine_since: Mapping[int, int], min_tokens: int
 ) -> dict[int, ReplicaGap]:
-    """Return the comparison of each replica with the others at equal lag, where there are others.
+    """Return the comparison of each replica with the others at equal lag, if there are others.
 
     `version`: that of the weights with which the tokens of lag 0 agree. `engine_since`: the first version that the
     present engine of a replica can have, of those that were replaced; older tokens are of the engine before.
@@ -135,7 +135,7 @@ class RunMonitor:
                 raise error("; ".join(reported))
 
     def act(self, version: int) -> bool:
-        """Judge the other rules, and do what the alarms ask for; return whether to publish the weights at once.
+        """Judge the other rules and act on the alarms; return whether to publish the weights at once.
 
         `version`: that of the weights after the step, which is not published yet.
         """
@@ -194,7 +194,7 @@ class RunMonitor:
         self._open &= set(self._monitor.active)
 
     def _do(self, alarm: Alarm, version: int) -> str:
-        """Do what an alarm asks for, and return what was done. The user is warned when an alarm begins or acts."""
+        """Act on an alarm, and return what was done. The user is warned when an alarm begins or acts."""
         action = alarm.rule.action
         if action == "quarantine":
             if self._quarantines[alarm.subject] >= MOST_QUARANTINES:
@@ -223,7 +223,7 @@ class RunMonitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a stored state; {} is that of a run which has just begun."""
+        """Continue from a stored state; {} is that of a new run."""
         self._monitor.load_state_dict(state.get("rules", []))
         self._open = set(self._monitor.active)  # their beginnings were recorded before the checkpoint
         self._quarantines = Counter({replica: count for replica, count in state.get("quarantines", [])})

@@ -40,7 +40,7 @@ _NOTHING: Codec[None] = codec_of(None)
 
 
 class RolloutClient:
-    """Talks to the pool once `attach` has connected it. As a `Stateful` part it keeps the committed rollout history.
+    """Talks to the pool after `attach` has connected it. As a `Stateful` part it keeps the committed rollout history.
 
     `controller`: the connection, on rank 0 once there is one.
     """
@@ -73,8 +73,8 @@ class RolloutClient:
     def await_sleeping_engines(self, launch: Future[SupervisorHandle] | None) -> None:
         """Wait until all engines are up and sleep, because this run's ranks need the GPUs. `launch`: as in `attach`.
 
-        Engines start asleep. Those of a pool that was kept over a restart of the ranks may be awake, or be starting in
-        place of a lost one.
+        Engines start asleep. In a pool that survived a restart of the ranks they may be awake, or starting in place of
+        a lost one.
         """
 
         def connect() -> None:
@@ -98,7 +98,7 @@ class RolloutClient:
         return self._call(lambda pool: pool.engine_handles())
 
     def drain(self) -> None:
-        """Wait until all running responses have ended; what has not begun is held back until `set_version`."""
+        """Wait until all running responses have ended; new ones are held back until `set_version`."""
         self._ask(lambda pool: pool.drain(), _NOTHING)
 
     def announce(self, version: int) -> None:
@@ -116,7 +116,7 @@ class RolloutClient:
     def admit(self, needed: int) -> None:
         """Start every group that the published version allows. Not collective: only rank 0 acts.
 
-        `needed`: the step whose batch the trainer takes next, and has nothing else to do.
+        `needed`: the step whose batch the idle trainer takes next.
         """
         self._call(lambda pool: pool.admit(needed))
 
@@ -161,7 +161,7 @@ class RolloutClient:
     def take_evaluations(self) -> list[FinishedEvaluation]:
         """Return the evaluations that have finished since the last call, on rank 0; [] elsewhere. Not collective."""
         finished = self._call(lambda pool: pool.take_evaluations()) or []
-        assert not isinstance(finished, PublicationNeeded)  # only a trainer that waits gets that
+        assert not isinstance(finished, PublicationNeeded)  # only a waiting trainer gets that
         return finished
 
     def finish_evaluations(self) -> list[FinishedEvaluation] | PublicationNeeded:

@@ -43,7 +43,7 @@ from megarl.weights.send.sender import WeightSender
 
 
 class LastSaveFailed(RuntimeError):  # noqa: N818
-    """The run has trained all its steps, but could not save the last of them."""
+    """The run has trained all its steps but could not save the last one."""
 
 
 class Session:
@@ -89,7 +89,7 @@ class Session:
         self.sender = WeightSender(settings, self._exporter, host=store_address(config.ray), aside=self.gpus.aside)
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
         self.stopped: str | None = None  # why the run stops before `run.steps`; the same on every rank
-        self.unsaved_steps = 0  # trained, and lost because the save at the stop failed
+        self.unsaved_steps = 0  # trained but lost, because the save at the stop failed
         self.version = self.skipped_steps = self.skipped_by_alarms = 0
         self.first_step = self.steps_done = self._resume()
         self._connect(launch)
@@ -97,7 +97,7 @@ class Session:
 
     @property
     def parts(self) -> Sequence[Stateful]:
-        """The parts whose state a checkpoint holds besides the trainer's own state."""
+        """The parts whose state a checkpoint holds in addition to the trainer's own."""
         return (self.pool, *self.recorder.parts, self.evaluations, self.monitor)
 
     def _refuse_different_plans(self) -> None:
@@ -118,7 +118,8 @@ class Session:
         record = self.checkpointer.restore(self._cut_result_files)
         if record is None:
             return 0
-        # Checkpoints of earlier releases say nothing about evaluations, for which these waited, and have no monitor.
+        # Checkpoints of earlier releases have no record of evaluations, for which those releases waited, and no
+        # monitor.
         restore(self.parts, {self.evaluations.key: {}, self.monitor.key: {}, **record})
         self.recorder.roll_back(record["step"])
         self.version = int(record["version"])
@@ -135,7 +136,7 @@ class Session:
         """Wait for the pool and form the weight-sync group with its engines."""
         self.recorder.say("waiting for the rollout engines")
         started = time.perf_counter()
-        with self.gpus.aside():  # for engines that were left in the middle of a weight sync, which are replaced now
+        with self.gpus.aside():  # for engines left in the middle of a weight sync, which are replaced now
             self.batches.attach(self.pool.attach(launch))
         self.recorder.say(f"engines are up ({time.perf_counter() - started:.0f} s)")
         self.sender.connect(self.pool.engine_handles())
@@ -155,13 +156,13 @@ class Session:
     def stop_before_the_end(self) -> None:
         """Set `stopped` and save, because a stop request has ended the evaluation after the last step.
 
-        With `checkpoint.every` the last step is saved already, or being saved. The run that resumes goes on there.
+        With `checkpoint.every` the last step is already saved, or being saved. A resumed run continues there.
         """
         self.stopped = self._stop_reason()
         self._save_stopped(self.config.run.steps)
 
     def _stop_reason(self) -> str | None:
-        """Return why the run stops here; None if it goes on. Collective."""
+        """Return why the run stops here; None if it continues. Collective."""
         withdrawn = "a stop request that was withdrawn" if self.evaluations.ended_by_stop else None
         return self._stop_vote.agree() or withdrawn
 
@@ -174,13 +175,12 @@ class Session:
             self.unsaved_steps = step - self.steps_done
             self.stopped = f"{self.stopped}; {self.checkpointer.failure}"
         elif step:
-            self.recorder.say(f"step {step} is saved; the same command goes on from there")
+            self.recorder.say(f"step {step} is saved; the same command resumes from there")
 
     def skip(self, error: StepRefused, plan: StepPlan) -> StepPlan:
-        """Return the plan of a step that is skipped because of `error`, which is raised if it may not be.
-
-        It may be if it has made no update, and `trainer.max_skipped_steps`, for an alarm MOST_SKIPPED_BY_ALARMS, allows
-        it. An alarm that stops the run saves the last step before.
+        """Return the plan of a step that is skipped because of `error`, or raise `error` if it may not be skipped. It
+        may if it has made no update and `trainer.max_skipped_steps`, or for an alarm MOST_SKIPPED_BY_ALARMS, allows it.
+        An alarm that stops the run first saves the last step.
         """
         by_alarm = isinstance(error, AlarmSkipsStep)
         if isinstance(error, AlarmStopsRun):
@@ -199,7 +199,7 @@ class Session:
         return skipped
 
     def _save_before_failure(self) -> None:
-        """Save the steps before the present one, which has changed no weight, unless that has been done."""
+        """Save the steps before the current one, which has changed no weight, unless already done."""
         step = self.steps_done
         if step > self.first_step and self.checkpointer.newest != step:
             self.save(step, wait=True)
@@ -212,16 +212,15 @@ class Session:
             self.recorder.say(f"the reference policy has the weights after {steps_done} steps")
 
     def copy_state(self, steps_done: int) -> None:
-        """Copy the trainer's state for the save that is due between this step and the next.
-
-        Only where it is in host memory by then, because engines have the GPUs.
+        """Copy the trainer's state for the save that is due after this step, if it will then be in host memory because
+        engines have the GPUs.
         """
         if self.gpus.shared and self.checkpointer.due(steps_done):
             with self.recorder.phase("save"):
                 self.checkpointer.copy(steps_done)
 
     def checkpoint(self, steps_done: int) -> None:
-        """Complete the save that is running in the background, and start one if it is due. Called between steps."""
+        """Complete the running background save, and start one if it is due. Called between steps."""
         with self.recorder.phase("save"):
             self.checkpointer.poll()
             if self.checkpointer.newest is not None:
@@ -241,7 +240,7 @@ class Session:
 
     def keep_evaluation(self) -> None:
         """Add the evaluation of the present weights to their checkpoint, if that was saved before it ended."""
-        if not self.unsaved_steps:  # else they have no checkpoint
+        if not self.unsaved_steps:  # otherwise they have no checkpoint
             self.checkpointer.add_evaluation(self.steps_done, self.recorder.evaluated)
 
     def export(self) -> None:
@@ -256,7 +255,7 @@ class Session:
     def finish(self) -> None:
         """Complete the running save and record how the run ended: finished, or preempted if `stopped` is set.
 
-        Raises LastSaveFailed if the run is finished, but not its last checkpoint.
+        Raises LastSaveFailed if the run is finished but its last checkpoint is not.
         """
         self.batches.finish()
         self.checkpointer.poll(wait=True)
@@ -272,13 +271,13 @@ class Session:
 
     @property
     def lost_its_stop(self) -> bool:
-        """True if the run was asked to stop and could not save the step at which it did."""
+        """True if the run stopped on request and could not save its last step."""
         return self.stopped is not None and self.checkpointer.failure is not None
 
     def close(self, *, keep_pool: bool = False) -> None:
         """Leave the weight-sync group and end the pool (unless kept); bounded, and safe after a failure.
 
-        Every part is closed, also if an earlier one fails; then the failure is raised.
+        Every part is closed even if an earlier one fails; then the failure is raised.
         """
         with ExitStack() as parts:  # closes in the reverse order
             parts.callback(self.recorder.close)

@@ -1,6 +1,5 @@
-"""The GPUs that trainer and engines share (`rollout.share_gpus`): moves the memory of both sides from turn to turn.
-
-Every method is collective over the trainer ranks, and does nothing where each side has GPUs of its own.
+"""The GPUs that trainer and engines share (`rollout.share_gpus`): moves the memory of both sides at each turn. Every
+method is collective over the trainer ranks, and does nothing if each side has its own GPUs.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ class _Moved:
 _NAMES: Codec[list[str]] = codec_of(list[str])
 _SLEPT: Codec[_Slept] = codec_of(_Slept)
 _MOVED: Codec[_Moved] = codec_of(_Moved)
-SETTLED = 3  # hand-overs after which what is kept should not grow
+SETTLED = 3  # hand-overs after which the kept memory should not grow
 
 
 class Residue:
-    """What each side keeps when it has let go of the GPUs, against the plan. Pure."""
+    """What each side keeps of the GPUs that it has released, against the plan. Pure."""
 
     def __init__(self, planned: Mapping[str, int]) -> None:
         """`planned`: bytes by side."""
@@ -53,13 +52,13 @@ class Residue:
         self._seen: dict[str, list[int]] = {}  # the first SETTLED of each side, and the last
 
     def note(self, side: str, kept: int) -> None:
-        """Take note of the bytes that a side has kept in a hand-over."""
+        """Record the bytes that a side kept in a hand-over."""
         seen = self._seen.setdefault(side, [])
         self._seen[side] = [*seen[:SETTLED], kept]
 
     @property
     def values(self) -> dict[str, float]:
-        """The values of the monitor's rules: what is kept over what is planned, and its growth over the same."""
+        """The values of the monitor's rules: kept over planned memory, and its growth over planned memory."""
         found = {}
         shares = {side: seen[-1] / self._planned[side] for side, seen in self._seen.items() if self._planned.get(side)}
         if shares:
@@ -92,7 +91,7 @@ class SharedGpus:
         self._held = HeldMemory()
         kept = {} if planned is None else {"engine": planned.asleep, "trainer": planned.parked}
         if kept and platforms.current().is_cuda:
-            kept["engine"] += kept["trainer"]  # what a GPU has in use cannot be divided
+            kept["engine"] += kept["trainer"]  # the memory in use on a GPU cannot be divided
         self.residue = Residue(kept)
 
     @property
@@ -101,9 +100,10 @@ class SharedGpus:
         return self.shared and self._turns.turn is Turn.TRAIN
 
     def train(self) -> None:
-        """Have the whole state of the trainer on its GPUs, and the engines asleep.
+        """Bring the whole state of the trainer to its GPUs, with the engines asleep.
 
-        Raises WeightSyncError, on other ranks than the first PeerFailedError, if an engine has not let go in time.
+        Raises WeightSyncError, on other ranks than the first PeerFailedError, if an engine has not released its memory
+        in time.
         """
         if not self.shared or self.engines_sleep:
             return
@@ -139,7 +139,7 @@ class SharedGpus:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave the GPUs to engines that are being started, and then hold again what the trainer held."""
+        """Leave the GPUs to engines that are being started, and then restore what the trainer held."""
         if not self.shared:
             yield
             return
@@ -156,9 +156,8 @@ class SharedGpus:
         return [f"trainer rank {rank}" for rank in range(self._peers.world)]
 
     def _await_ranks(self) -> int:
-        """Hold what the turn allows, and wait until every rank does: an engine may use the GPUs of several.
-
-        Return the most bytes that a rank has then.
+        """Hold what the turn allows, and wait until every rank does, because an engine may use the GPUs of several.
+        Return the most bytes that a rank then has.
         """
         turn = self._turns.turn
         copied = self._hold(self._turns.trainer_holds, f"let go of the GPUs ({turn})")

@@ -1,8 +1,8 @@
 """The stop signals of a trainer rank, SIGINT and SIGTERM: the first asks to stop, a second one ends the rank.
 
-A handler written in Python runs only when the main thread is in Python code, and a rank may wait for minutes in a
-collective or an engine. So a thread reads the signals, from a pipe that Python's C code writes to at once
-(`signal.set_wakeup_fd`): it answers in every phase of a run.
+A Python handler runs only while the main thread is in Python code, and a rank may wait for minutes in a collective or
+an engine. So a thread reads the signals, from a pipe that Python's C code writes to at once (`signal.set_wakeup_fd`):
+it answers in every phase of a run.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from megarl.run.ranks.control_group import ControlGroup
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # One Ctrl-C may arrive more than once, from the terminal and through torchrun.
 SAME_REQUEST_S = 1.0
-# torchrun sends SIGTERM to the other ranks of one that has failed: that one reports, and this one may be about to.
+# After a rank has failed torchrun sends SIGTERM to the others: that rank reports, and this one may be about to.
 REPORT_S = 2.0
 
 
 def end_before_start(*, speaks: bool) -> None:
-    """End this process at the first stop signal from now on, because nothing has started; then say so.
-
-    `speaks`: of all ranks only one should. The terminal is the standard error of now, also if it is redirected later.
+    """End this process with a message at the first stop signal from now on, because nothing has started. `speaks`: only
+    one rank should print it. The terminal is the standard error of now, also if it is redirected later.
     `StopSignals.install` takes the signals over.
     """
     terminal = os.dup(2)
@@ -55,7 +54,7 @@ class StopSignals:
     def __init__(
         self, run_dir: Path, checkpoints: Path, terminal: TextIO, *, speaks: bool, mine: Holder | None = None
     ) -> None:
-        """`speaks`: say to the user what happens; of all ranks only one should.
+        """`speaks`: report to the user; only one rank should.
 
         `mine`: the holder of `run_dir` that this rank belongs to. Nothing is written there once another run holds it.
         """
@@ -76,7 +75,7 @@ class StopSignals:
         threading.Thread(target=self._read, args=(reader,), name="stop-signals", daemon=True).start()
 
     def run_has_begun(self) -> None:
-        """Take the first signal for a request from now on; before, there is nothing to save, and it ends the rank.
+        """Treat the first signal as a request from now on; before, there is nothing to save, and it ends the rank.
 
         Call it in the main thread, and after `ray.init`, which sets a handler of its own.
         """
@@ -114,7 +113,7 @@ class StopSignals:
             self._end(f"aborted by a second stop signal ({number.name})")
 
     def _end(self, why: str) -> None:
-        """End this rank at once, and say how to go on, unless a rank has failed and reports."""
+        """End this rank at once and say how to resume, unless a failed rank reports."""
         try:
             if "SIGTERM" in why:
                 time.sleep(REPORT_S)
@@ -145,7 +144,7 @@ class StopVote:
 
     def __init__(self, run_dir: Path, peers: ControlGroup, signals: StopSignals) -> None:
         self._run_dir, self._peers, self._signals = run_dir, peers, signals
-        self._request: str | None = None  # what rank 0 has read last in the file
+        self._request: str | None = None  # rank 0's last reading of the file
 
     def install(self) -> None:
         """Treat a signal as a request. Call it in the main thread, after `ray.init`, which sets its own handler."""

@@ -1,4 +1,4 @@
-"""Communication between trainer ranks besides tensors: small objects over a separate gloo group."""
+"""Communication of small objects between trainer ranks, over a separate gloo group."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _RANKS: Codec[tuple[int, ...]] = codec_of(tuple[int, ...])
 
 
 StoreAddress = tuple[str, int]  # host and port
-LATER_S = 5.0  # by which other ranks wait longer than rank 0, which can name those that are missing
+LATER_S = 5.0  # other ranks wait this much longer than rank 0, which can name missing ranks
 
 
 def join_peers(backend: str, timeout_s: float, run_dir: Path) -> StoreAddress:
-    """Call `init_process_group` for a torchrun rank, including one that torchrun has restarted.
+    """Call `init_process_group` for a torchrun rank, also after a restart by torchrun.
 
     Return the address of the store of the ranks, which rank 0 serves.
 
@@ -57,8 +57,8 @@ def _own_store(rank: int, timeout_s: float, secret: bytes) -> TCPStore:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        # The port is free at each start: rank 0 shall serve the store there, and no other process does. The rendezvous
-        # store does not sign this address, so rank 0 does, and the others use no store of a stranger. The name has no
+        # The port is free at each start, so that only rank 0 serves the store there. The rendezvous store does not sign
+        # this address, so rank 0 does, and the others use no stranger's store. The name has no
         # number of restarts: each agent counts only those for its own ranks' failures (torch 2.13, api.py:951).
         name = f"store of the ranks/{run}"
         if rank == 0:
@@ -140,7 +140,7 @@ class ControlGroup:
         torch.distributed.barrier(self.group)
 
     def await_all(self, what: str, timeout_s: float, key: str) -> None:
-        """Wait until all ranks have come here, before which they `what`. `key`: the config's key of the bound.
+        """Wait until all ranks have come here after they `what`. `key`: the config's key of the bound.
 
         Raises PeerTimeout naming those that have not within `timeout_s` seconds, on others than rank 0 PeerFailedError.
         """
@@ -157,9 +157,9 @@ class ControlGroup:
             raise PeerTimeout(waited) from error
 
 
-# How often a rank that waits for a batch looks whether it is asked to stop, and shows the others that it waits.
+# How often a rank that waits for a batch checks for a stop request, and shows the others that it waits.
 SLICE_S = 2.0
-LEAST_S = 0.05  # the shortest question, if a bound has nearly passed
+LEAST_S = 0.05  # the shortest request, if a bound has nearly passed
 
 
 class ChannelClosed(Exception):  # noqa: N818
@@ -192,11 +192,11 @@ class BatchChannel:
         self._closed = threading.Event()
 
     def hurry(self) -> None:
-        """Let the bound of the current wait count from now: the trainer has nothing else to do."""
+        """Count the bound of the current wait from now on: the trainer is idle."""
         self._hurried_at = time.monotonic()
 
     def relax(self) -> None:
-        """Let the next wait take as long as training takes."""
+        """Let the next wait last as long as training does."""
         self._hurried_at = None
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ def set_aside(run_dir: Path) -> Path | None:
     return target
 
 
-CLOCK_S = 60.0  # by which the clock of a file server may be behind
+CLOCK_S = 60.0  # how far the clock of a file server may be behind
 
 
 class PeerFailedError(RuntimeError):
@@ -55,9 +55,8 @@ class PeerFailedError(RuntimeError):
 
 
 class FailureReport:
-    """Makes the first rank that fails report to the user and the others only log: one cause gives one message.
-
-    Once another run has taken the directory nothing is written there, and every rank that fails informs the user.
+    """Makes the first rank that fails report to the user and the others only log: one cause gives one message. After
+    another run has taken the directory nothing is written there, and every failing rank informs the user.
     """
 
     def __init__(self, run_dir: Path, rank: int, mine: Holder | None = None) -> None:
@@ -87,14 +86,14 @@ class FailureReport:
         if not self._is_first():
             return False
         message = f"megarl: {describe(error)}\n(rank {self.rank} on {platform.node()}; traceback in {log_file})\n"
-        # The terminal first: it takes the message also if the disk takes nothing.
+        # The terminal first: it works even if the disk is full.
         terminal.write(message)
         terminal.flush()
         for write in (lambda: self.path.write_text(message), lambda: self._mark_failed(describe(error))):
             try:
                 run_files.with_reserve(self.path.parent, write)
             except (OSError, ValueError) as failure:
-                terminal.write(f"megarl: how the run ended could not all be written to {self.path.parent}: {failure}\n")
+                terminal.write(f"megarl: the failure was not fully recorded in {self.path.parent}: {failure}\n")
         return True
 
     def _is_first(self) -> bool:
@@ -112,9 +111,8 @@ class FailureReport:
         return True
 
     def _mark_failed(self, message: str) -> None:
-        """Record the failure in exit.json and summary.json, in place of rank 0, which may be killed before it can.
-
-        A failure that is recorded already keeps its step: that of the newest checkpoint, if the last save has failed.
+        """Record the failure in exit.json and summary.json for rank 0, which may be killed first. An already recorded
+        failure keeps its step: that of the newest checkpoint if the last save failed.
         """
         path = self.path.with_name("summary.json")
         content = json.loads(path.read_text()) if path.is_file() else RunSummary().as_dict("failed")
@@ -128,10 +126,8 @@ class FailureReport:
 
 
 def report_and_close(error: BaseException, report: Callable[[Exception], object], close: Callable[[], object]) -> None:
-    """Report what has ended the training of this rank, then close what it holds; never raises.
-
-    In this order: closing may wait for a pool that cannot be reached, and other ranks, which have ended meanwhile,
-    would be missed and reported as the cause.
+    """Report why the training of this rank ended, then close its parts; never raises. The report comes first: closing
+    may wait for an unreachable pool, and other ranks would then be reported as the cause because they are missing.
     """
     if isinstance(error, Exception):
         report(error)

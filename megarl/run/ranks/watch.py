@@ -1,10 +1,10 @@
-"""Ends a run one of whose trainer ranks shows no sign of life, and names that rank, so that torchrun can restart all.
+"""Ends a run if a trainer rank shows no sign of life, and names that rank, so that torchrun can restart all.
 
 A rank that is stopped, hangs with Python's lock in its hands, or has lost its host leaves the others waiting in a
-collective for the longest time that a healthy run may need. So each rank posts a stamp every INTERVAL_S from a thread
-of its own. Rank 0 looks at the stamps of all others, and they look at that of rank 0, which also serves the store. So
-the requests of all ranks together grow with their number, and not with its square. A rank that is silent for
-`timeouts.node_s` is reported as the run's failure and announced to all ranks; those on its host kill it, and all end.
+collective for the longest time that a healthy run may need. So a thread of each rank posts a stamp every INTERVAL_S.
+Rank 0 reads the stamps of all others, and they look at that of rank 0, which also serves the store. So the requests of
+all ranks together grow with their number, and not with its square. A rank that is silent for `timeouts.node_s` is
+reported as the run's failure and announced to all ranks; those on its host kill it, and all end.
 
 A healthy rank posts nothing while its main thread computes, or waits for a disk, in one long call that keeps Python's
 lock. After half of the bound the other ranks of its host look for that in /proc, and vouch for it. Silence is measured
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Names of what is announced to all ranks: those that may be silent, the longest first, and the one that ends the run.
+# Names of what is announced to all ranks: suspects, the longest silent first, and the rank that ends the run.
 SUSPECTS, SILENT = "suspects", "silent rank"
 COMPLAIN_S = 30.0  # between two log lines about the same trouble
-ENDED = "ended"  # the stamp of a rank that needs nobody any more
+ENDED = "ended"  # the stamp of a rank that waits for no other
 
 
 def alive(rank: int) -> str:
@@ -75,7 +75,7 @@ class Stamp:
 
 @dataclass(frozen=True)
 class SilentRank:
-    """A rank that was silent for `seconds`, and its last stamp."""
+    """A rank that was silent for `seconds`, with its last stamp."""
 
     rank: int
     seconds: float
@@ -86,7 +86,7 @@ class SilentRank:
         when = "while it was starting" if self.last.step is None else f"after step {self.last.step}"
         return (
             f"trainer rank {self.rank} on {self.last.host} has been silent for {self.seconds:.0f} s {when}: its "
-            f"process ({self.last.pid}) is stopped or hangs, or its host does. The bound is timeouts.node_s"
+            f"process ({self.last.pid}) or its host is stopped or hangs. The bound is timeouts.node_s"
         )
 
 
@@ -101,14 +101,14 @@ def decode(text: str) -> list[SilentRank]:
 
 
 class SignBoard:
-    """One rank's connection to the store. A value that no rank of this run has signed counts as none."""
+    """One rank's connection to the store. A value that no rank of this run has signed is ignored."""
 
     def __init__(self, store: TCPStore, key: bytes) -> None:
         self._store, self._key = store, key
         self._complaints = RateLimit(COMPLAIN_S)
 
     def open(self, world: int) -> None:
-        """Set every name, on rank 0, so that nobody waits for one."""
+        """Set every name, on rank 0, so that no rank waits for one."""
         for name in (SUSPECTS, SILENT, *(make(rank) for rank in range(world) for make in (alive, busy))):
             self._store.set(name, "")
 
@@ -140,7 +140,7 @@ def own_stamp(beat: int, step: int | None) -> Stamp:
 
 INTERVAL_S = 2.0  # between two stamps of a rank, and between two looks
 CONNECT_S = 5.0  # for a new connection to the store
-MOST_SUSPECTS = 64  # that are announced at once; those that nobody vouches for become the first ones
+MOST_SUSPECTS = 64  # that are announced at once; those without a witness come first
 COMPUTES = ("R", "D")  # states of a main thread that computes, or waits for a disk
 
 Sign = tuple[str, str]  # a rank's stamp, and what else is known of it: any change is a sign of life
@@ -159,7 +159,7 @@ class Silences:
         self._now = 0.0
 
     def look(self, signs: Mapping[int, Sign]) -> None:
-        """Take note of what each rank shows now. One that has ended is not watched any more."""
+        """Record what each rank shows now. An ended rank is no longer watched."""
         now = self._now = self._time.look()
         for rank, shown in signs.items():
             if shown[0] == ENDED:
@@ -206,18 +206,18 @@ class RankWatch:
     def start(self) -> None:
         """Begin to show signs of life, and to watch."""
         if self._world > 1:
-            # Two threads: a request to a store whose process is stopped is not answered, and that is to be noticed.
+            # Two threads: a store whose process is stopped does not answer, which the other one notices.
             for name, work in (("rank-signs", self._keep_exchanging), ("rank-watch", self._keep_watching)):
                 thread = threading.Thread(target=work, name=name, daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
     def follow(self, step: Callable[[], int]) -> None:
-        """Put the steps that are done, which `step` returns, into the stamps."""
+        """Put the number of finished steps, from `step`, into the stamps."""
         self._step = step
 
     def close(self) -> None:
-        """Announce that this rank ends, and watch nobody any more. Call it when no rank is waited for."""
+        """Announce that this rank ends, and stop watching. Call it when it waits for no rank."""
         self._closed.set()
         for thread in self._threads:
             thread.join(2 * CONNECT_S)
@@ -252,7 +252,7 @@ class RankWatch:
                 board = board or self._connect()
                 self.exchange(board)
             except Exception as error:
-                # A connection that breaks is not silence: rank 0 has ended, which torchrun sees, or the network failed.
+                # A broken connection is not silence: rank 0 has ended, which torchrun sees, or the network failed.
                 board = None
                 self._signs = {rank: (stamp, f"unknown since {self._beat}") for rank, (stamp, _) in self._signs.items()}
                 if not self._closed.is_set() and self._complaints.allows():
@@ -272,7 +272,7 @@ class RankWatch:
                 return
             if (silent := self.silent()) is not None:
                 self._report(SilentRankError(silent.describe()))
-                self._found = silent  # which the others learn from now on
+                self._found = silent  # announced to the others from now on
                 self._end(silent)
                 return
 
@@ -293,7 +293,7 @@ def watch_ranks(
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = address
     key = derived_key(run_secret(run_dir), f"signs of the ranks at {host}:{port}")
-    # A request that is not answered in time would count as a connection that broke, so silence must be noticed before.
+    # A late answer would count as a broken connection, so silence must be noticed before.
     request_s = 2 * timeouts.node_s + CONNECT_S
     opened = False
 

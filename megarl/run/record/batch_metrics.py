@@ -19,7 +19,7 @@ LENGTHS = (10, 50, 90, 99)  # percentiles of the response length
 def record_batch(metrics: StepMetrics, plan: StepPlan, trained: Set[int]) -> None:
     """Record `reward/*`, `groups/*`, `batch/*`, the lengths and lags under `rollout/*`, `data/*` of several sets.
 
-    Samples that an earlier step has trained are in `batch/*` only: they were generated and scored once. So are
+    Samples that an earlier step has trained are only in `batch/*`, because they were generated and scored once; so are
     demonstrations, which never were. Numbers of samples and means of rewards are over samples; lengths, tokens and lags
     are over all their trajectories. `trained`: the groups that the step has trained, as `train_step` returns them.
     """
@@ -69,7 +69,7 @@ def nothing_trained(plan: StepPlan) -> str:
 
 
 def _staleness(metrics: StepMetrics, plan: StepPlan) -> None:
-    """Record the staleness of what is trained, and the lengths of what was dropped as stale alongside the others'."""
+    """Record the staleness of trained samples, and the lengths of trained and of stale ones."""
     stale = [plan.tags[key].response_tokens for key in plan.stale if not plan.tags[key].failed]
     trained = [plan.tags[sample.key].response_tokens for group in plan.shaped.groups for sample in group]
     for name, lengths in (("length", trained), ("stale_length", stale)):
@@ -117,7 +117,7 @@ def _rewards(metrics: StepMetrics, usable: list[SampleTag]) -> None:
 
 
 def clustered_stderr(groups: Sequence[Sequence[float]]) -> float:
-    """Return the standard error of the mean of all values, if those of one group depend on each other.
+    """Return the standard error of the mean when values of one group depend on each other.
 
     It is the cluster-robust estimate (Liang and Zeger, 1986) with the factor G / (G - 1) for G >= 2 groups. The samples
     of a prompt group share its difficulty, so the error without groups would be too small.

@@ -15,7 +15,7 @@ from megarl.run.ranks.failure import PeerFailedError, describe
 from megarl.telemetry.trace import events
 from megarl.telemetry.trace.lines import rank_process
 
-LEAST_S = 0.5e-3  # of a phase that is recorded; shorter ones cannot be seen alongside a step
+LEAST_S = 0.5e-3  # of a recorded phase; shorter ones cannot be seen next to a step
 TAIL_BYTES = 256 << 10  # more than a line of metrics.jsonl
 
 
@@ -37,7 +37,7 @@ class StepEvents:
         return self._step
 
     def finish_step(self) -> None:
-        """Record the step that ends now, and begin the next one. Before `begin` nothing is recorded."""
+        """Record the step that ends now and begin the next. Records nothing before `begin`."""
         if self._step is not None:
             events.record("step", self._since, self._clock(), step=self._step)
             self.begin(self._step + 1)
@@ -57,7 +57,7 @@ def begin_events(run_dir: Path, rank: int, mib: float) -> None:
 
 
 def end_with_failure(error: Exception, *, restarts: bool) -> None:
-    """Record the failure of this rank, and write what waits. `restarts`: torchrun starts the ranks again."""
+    """Record the failure of this rank, and write pending events. `restarts`: torchrun starts the ranks again."""
     if not isinstance(error, PeerFailedError):
         events.fault("ranks" if restarts else "run", describe(error))
     events.close_events()
@@ -68,9 +68,8 @@ class _WrittenAt(msgspec.Struct):
 
 
 def end_of_history(run_dir: Path) -> float:
-    """Return the Unix time of the last line of metrics.jsonl, from which a resume goes on; now if there is none.
-
-    A part that has just begun has none yet, so the one before is looked at then.
+    """Return the Unix time of the last line of metrics.jsonl, where a resume continues; now if there is none. If the
+    newest part is still empty, the one before is read.
     """
     for _, part in reversed(rotating_lines.parts(run_dir / "metrics.jsonl")):
         if lines := last_bytes(part, TAIL_BYTES).splitlines():

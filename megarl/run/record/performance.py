@@ -59,7 +59,7 @@ class Performance:
         tokens = values["batch/trained_tokens"]
         seconds = values["time/logprobs"] + values["time/update"]
         step, engine = values["time/step"], values.get("rollout/engine_seconds", 0.0)
-        # Lost ones hold their GPUs until they are replaced.
+        # Lost ones keep their GPUs until they are replaced.
         replicas = sum(values.get(f"rollout/replicas_{state}", 0.0) for state in ("alive", "lost", "idle"))
         rollout_gpus = max(1.0, replicas) * self._engine_gpus
         result = {"perf/host_memory_gib": psutil.Process().memory_info().rss / GIB}
@@ -84,7 +84,7 @@ class Performance:
         return result
 
     def _extra_passes(self) -> float:
-        """Return the number of forward passes besides the update's own."""
+        """Return the number of forward passes in addition to the update's own."""
         return float(recomputes_old_logprobs(self._config)) + float(self._config.needs_reference)
 
     def _peak_tflops(self) -> float | None:

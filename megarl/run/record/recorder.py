@@ -40,7 +40,7 @@ from megarl.weights.plan.settings import SyncReport
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The parts of a run whose state a checkpoint keeps besides the trainer's own state.
+# The parts of a run whose state a checkpoint keeps in addition to the trainer's own.
 
 
 class Stateful(Protocol):
@@ -92,13 +92,13 @@ class Totals:
         return {f"total/{name}": value for name, value in self._sums.items()}
 
     def compare(self, steps: int, counted: Counters) -> None:
-        """Raise CountersDiffer unless the rollout side has settled the same numbers of groups in `steps` steps."""
+        """Raise CountersDiffer unless the rollout side settled the same numbers of groups in `steps` steps."""
         theirs = {"admitted": counted.settled} | {name: getattr(counted, name) for name in self.GROUPS[1:]}
         ours = {name: int(self._sums[f"groups_{name}"]) for name in self.GROUPS}
         if ours != theirs:
             raise CountersDiffer(
                 f"after {steps} steps the trainer has counted the groups {ours}, and rollout {theirs}: groups were "
-                "lost, or trained twice; the run ends because its results cannot be trusted"
+                f"lost or trained twice; the run ends because its results cannot be trusted"
             )
 
     def state_dict(self) -> dict[str, float]:
@@ -125,7 +125,7 @@ class LastEvaluation:
         self._version, self._metrics = version, metrics
 
     def state_dict(self) -> dict[str, float]:
-        """Return the metrics; empty if they belong to other weights."""
+        """Return the metrics; empty if they are of other weights."""
         return self._metrics if self._version == self.current else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -141,7 +141,7 @@ class ResultFiles:
     key = "files"
 
     def __init__(self, run_dir: Path, waiting: Callable[[], Mapping[str, int]] = dict) -> None:
-        """`waiting`: has all lines written, and returns the bytes that a full disk has not taken, by file name."""
+        """`waiting`: writes all lines, and returns the bytes that a full disk refused, by file name."""
         self._run_dir, self._waiting = run_dir, waiting
 
     def state_dict(self) -> dict[str, int]:
@@ -154,7 +154,7 @@ class ResultFiles:
 
 
 def _replica_of(subject: int) -> int | None:
-    """Return the replica that a rule of the monitor is about; None for the run."""
+    """Return the replica that a rule of the monitor judges; None for the run."""
     return None if subject == RUN else subject
 
 
@@ -201,7 +201,7 @@ class Recorder:
         self._writer.progress.message(text)
 
     def show_notices(self) -> None:
-        """Print the notices of other processes that have come since the last look, in 5 s at most."""
+        """Print new notices of other processes, within 5 s."""
         if self._notices is not None:
             self._notices.show_new()
 
@@ -229,7 +229,7 @@ class Recorder:
             yield
 
     def start_clock(self, steps_done: int = 0) -> None:
-        """Begin the first step: the time of start-up, of version 0 and of the first evaluation belongs to no step.
+        """Begin the first step: start-up, the publication of version 0 and the first evaluation belong to no step.
 
         `steps_done`: those of the history that the run resumes.
         """
@@ -297,7 +297,7 @@ class Recorder:
         if untrained and not self._untrained:  # the first one in a row
             self.say(f"step {steps_done}: {untrained}")
         self._untrained = bool(untrained)
-        made = max(1, steps_done - self._begun[0])  # by this start of the run, whose own start-up counts for nothing
+        made = max(1, steps_done - self._begun[0])  # by this start of the run, without its start-up
         values["time/eta"] = (time.monotonic() - self._begun[1]) / made * (self._config.run.steps - steps_done)
         self.summary.step(values)
         self._writer.write(steps_done, values)

@@ -1,7 +1,7 @@
-"""The checks before a run starts, beyond its plan: everything that the run will open and call is tried once.
+"""Checks before a run starts, beyond its plan: each file is opened and each function called once.
 
 Data files, tokenizer and chat template, the lengths of the prompts, the agent's loop and tools, the headers of the
-weights, and one call of each reward function. A mistake would otherwise show when engines and trainer are up.
+weights, and one call of each reward function. Otherwise a mistake would only show once engines and trainer are up.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def trial_calls(config: Config, first: Mapping[str, Prompt], left_out: Collectio
 def reward_findings(reward: RewardConfig, results: Iterator[TrialProblem | TrialScore]) -> Findings:
     """Wait for the trial of the rewards.
 
-    A call that fails is a warning where the config says what becomes of such samples: `reward.on_error` is a number, or
+    A failed call is only a warning if the config says how to treat such samples: `reward.on_error` is a number, or
     `reward.max_error_share` is 1.
     """
     found = Findings()
@@ -77,9 +77,8 @@ def scored_sets(sets: Iterable[TrainSet | HeldOutSet], reward: RewardConfig) -> 
 def _sample(
     scored: Iterable[TrainSet | HeldOutSet], first: Mapping[str, Prompt], *, several: bool
 ) -> tuple[RewardInput | None, str]:
-    """Return a response to the first prompt of a set that a reward scores, and what it is; None if there is no set.
-
-    The response is the reference answer, as if the model had written nothing else. `several`: it may have turns.
+    """Return a response to the first prompt of a set that a reward scores, and its description; None if there is no
+    set. The response is the reference answer alone. `several`: it may have turns.
     """
     for each in scored:
         prompt = first.get(each.key)
@@ -96,10 +95,9 @@ CHECKED_BY_VARIABLE = "MEGARL_CHECKED_BY"  # the pid of a `megarl train` that ha
 
 
 def check_start(config: Config, info: ModelInfo, tell: Tell | None = None) -> Findings:
-    """Try what the run will open and call; return what it has found. Raises ConfigError that lists every problem.
-
-    With `tell` every wrong row of the data files is shown when it is found, and the problems have ten of each kind.
-    Of large files the first rows are checked, with `tell` all.
+    """Try what the run will open and call; return the findings. Raises ConfigError that lists every problem. With
+    `tell` every wrong row of the data files is shown when found, and the problems list ten of each kind. Only the first
+    rows of large files are checked, unless `tell` is given.
     """
     found = start_findings(config, info, tell)
     found.refuse()
@@ -125,10 +123,12 @@ def start_findings(config: Config, info: ModelInfo, tell: Tell | None = None) ->
 
 
 def _tokenizer_and_agent(config: Config, info: ModelInfo, first: Mapping[str, Prompt], *, whole: bool) -> Findings:
-    """Check the tokenizer, the lengths of the prompts, and the agent, whose tools the prompts show."""
+    """Check the tokenizer, the lengths of the prompts with the tools that they show, and the agent."""
     if config.agent.loop == SINGLE_TURN:
         return tokenizer_findings(config, info, first, whole=whole)
-    from megarl.rollout.agents.check_agent import try_agent  # its imports take a second, which single turns do not need
+    from megarl.rollout.agents.check_agent import (
+        try_agent,
+    )  # importing it takes a second, which single turns do not need
 
     problems, schemas = try_agent(config)
     found = tokenizer_findings(config, info, first, schemas, whole=whole)
@@ -137,10 +137,10 @@ def _tokenizer_and_agent(config: Config, info: ModelInfo, first: Mapping[str, Pr
 
 
 def mark_checked(environment: MutableMapping[str, str]) -> None:
-    """Show the ranks of the torchrun that this process becomes that `check_start` has passed."""
+    """Record, for the ranks of the torchrun that this process becomes, that `check_start` has passed."""
     environment[CHECKED_BY_VARIABLE] = str(os.getpid())
 
 
 def is_checked(environment: Mapping[str, str]) -> bool:
-    """Return whether the process that has started this rank has passed `check_start`."""
+    """Return whether the process that started this rank has passed `check_start`."""
     return environment.get(CHECKED_BY_VARIABLE) == str(os.getppid())

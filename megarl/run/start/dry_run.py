@@ -1,4 +1,4 @@
-"""The dry run of a config: check everything that can be checked here, print config and plan, start nothing."""
+"""The dry run of a config: check everything possible on this machine, print config and plan, start nothing."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ WAY_OUT = "(--no-files of `megarl plan` and `megarl launch`, if only the machine
 
 
 def elsewhere_findings(config: Config, tell: Tell | None = None) -> Findings:
-    """Check the data files that are here, and try every reward; the notes name what is left out.
-
-    A reward of whose sets no file is here is imported and not called. One that needs a variable or a sandbox that this
-    machine does not have is not tried. `tell`: as in `check_start`.
+    """Check the data files on this machine, and try every reward; the notes name what is left out. A reward without a
+    local data file is imported but not called. One that needs a missing variable or sandbox is not tried. `tell`: as in
+    `check_start`.
     """
     found = Findings()
     first = first_prompts(all_sets(config))
@@ -44,13 +43,13 @@ def elsewhere_findings(config: Config, tell: Tell | None = None) -> Findings:
     if config.reward.trial_call:
         found.notes += _uncalled({key: own for key, own in rewards.items() if key not in lacking}, all_sets(config))
     found.notes.append(
-        f"left to the start where the run will be: {', '.join(_left_out(config.agent, config.checkpoint))}"
+        f"not checked here, only where the run starts: {', '.join(_left_out(config.agent, config.checkpoint))}"
     )
     return found
 
 
 def _lack(reward: RewardConfig) -> str:
-    """Return what a reward needs that the machines of the run may have and this one has not; empty if nothing."""
+    """Return what a reward needs and this machine lacks, although the run's machines may have it; empty if nothing."""
     for place, name in references(reward.kwargs, "reward.kwargs"):
         if name not in os.environ:
             return f"the environment variable {name} of {place} is not set"
@@ -60,11 +59,11 @@ def _lack(reward: RewardConfig) -> str:
 
 
 def _uncalled(rewards: dict[str, RewardConfig], sets: Sequence[TrainSet | HeldOutSet]) -> Iterator[str]:
-    """Yield a note for each reward that is called by the run, and has not been, as no file of its sets is here."""
+    """Yield a note for each reward of the run that was not called because no file of its sets is here."""
     for key, own in rewards.items():
         scored = scored_sets(sets, own)
         if scored and not any(each.path.exists() for each in scored):
-            yield f"{key}.function: imported and not called, because {scored[0].key}.path is not here"
+            yield f"{key}.function: imported but not called, because {scored[0].key}.path is not here"
 
 
 def _left_out(agent: AgentConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
@@ -87,7 +86,7 @@ def dry_run(
     tell: Tell | None = None,
     whole: bool = False,
 ) -> None:
-    """Check `config` as `checked_plan` does, and write what it has found, plan and config (`print_dry_run`)."""
+    """Check `config` as `checked_plan` does, and print findings, plan and config (`print_dry_run`)."""
     plan, found = checked_plan(config, overrides=overrides, device=device, files=files, tell=tell)
     print_dry_run(plan, config, stream, found, whole=whole)
 
@@ -100,7 +99,7 @@ def checked_plan(
     files: bool = True,
     tell: Tell | None = None,
 ) -> tuple[RunPlan, Findings]:
-    """Check all that can be checked here; return plan and findings. Raises ConfigError that lists every problem.
+    """Check everything possible here; return plan and findings. Raises ConfigError that lists every problem.
 
     `files=False` looks for no data, weights and tokenizer, and tries no reward. A config with `model.shape` whose model
     is not here is planned by that, and what is absent becomes a note, or a mistake if one of the config's `overrides`
@@ -124,14 +123,14 @@ def checked_plan(
     found.refuse()
     listed = ", ".join(f"{key} ({path})" for key, path in absent)
     found.notes.insert(
-        0, f"planned by model.shape; not here, so not checked, and needed where the run starts: {listed}"
+        0, f"planned by model.shape; not on this machine, so not checked, but needed where the run starts: {listed}"
     )
     return plan, found
 
 
 def _mistyped(absent: Sequence[tuple[str, Path]], overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a problem for each absent path that is the user's own: a shipped recipe does not need its files here."""
-    given = apply_overrides({}, overrides)  # valid on the tree to which they belong
+    """Yield a problem for each missing path that the user gave: a shipped recipe does not need its files here."""
+    given = apply_overrides({}, overrides)  # valid for the tree to which they belong
     for key, path in absent:
         if _names(given, key):
             yield (

@@ -1,11 +1,11 @@
 """A trainer rank from its command line to its exit code.
 
-A mistake of the user ends with one message and exit code 2 before anything starts. A failure of the run ends with one
+A user's mistake ends with one message and exit code 2 before anything starts. A failure of the run ends with one
 message (of the first rank that failed), exit code 1 and "failed" in RUN_DIR/summary.json and RUN_DIR/exit.json. A run
-that was asked to stop (megarl/common/rundir/run_files.py) exits with 0 if it has saved the step at which it stopped. If
-it could not, it exits with 1, or with 0 while torchrun (--max-restarts) would start the ranks again for another code:
-RUN_DIR/exit.json has the reason and the step that is saved. A run that has trained all steps, but could not save the
-last one, has failed.
+that stops on request (megarl/common/rundir/run_files.py) exits with 0 if it saved its last step. If it could not, it
+exits with 1, or with 0 while torchrun (--max-restarts) would start the ranks again for another code: RUN_DIR/exit.json
+has the reason and the step that is saved. A run that has trained all steps, but could not save the last one, has
+failed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ RANK_0_EXITS_S = 20.0
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a trainer rank; the entry point of `examples/rl/train_rl.py`.
 
-    Ends the process unless it is a dry run, or the run has finished before.
+    Ends the process, except after a dry run or if the run had already finished.
     """
     options = _parser().parse_intermixed_args(arguments)
     begin_start()
@@ -95,9 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _tells_of_signals(rank: int) -> bool:
-    """Whether this rank says what a stop signal does: of all ranks rank 0, unless a launch script has started it.
-
-    The launch script and the node's agent say it then, and record it: a rank's own signals come from that agent.
+    """Whether this rank reports stop signals: rank 0 does, unless a launch script started it. Then the script and the
+    node's agent, from which a rank's signals come, report and record them.
     """
     return rank == 0 and LAUNCH_ID_VARIABLE not in os.environ
 
@@ -113,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_launch(nodes: int, gpus: int, run_dir: Path) -> None:
-    """Raise ValueError unless so many nodes and ranks were started, by a torchrun that strangers do not reach."""
+    """Raise ValueError unless this many nodes and ranks were started, by a torchrun that is closed to strangers."""
     if nodes > 1 and LAUNCH_ID_VARIABLE not in os.environ:
         raise ValueError(
             f"the config needs {nodes} nodes, which a bare torchrun does not start: use `megarl launch`, "
@@ -159,7 +158,7 @@ def run(config: Config, plan: RunPlan, claim: RunClaim | None = None) -> int:
 def _run(
     config: Config, plan: RunPlan, claim: RunClaim | None, terminal: TextIO, report: Callable[[Exception], object]
 ) -> int:
-    """Take RUN_DIR over and train; return the exit code. Raises what ends the run.
+    """Take RUN_DIR over and train; return the exit code. Raises the error that ends the run.
 
     `report`: reports a failure to the user, once.
     """
@@ -176,9 +175,9 @@ def _run(
 
 
 def _end_without_a_trace(other: Holder, run_dir: Path, terminal: TextIO) -> None:
-    """End this rank, and leave RUN_DIR to the run that has taken it."""
+    """End this rank, and leave RUN_DIR to the run that took it."""
     terminal.write(
-        f"megarl: {run_dir} was taken by {other.describe()}; this run had been silent, or --force was given; it ends\n"
+        f"megarl: {run_dir} was taken by {other.describe()}, because this run was silent or by --force; this run ends\n"
     )
     terminal.flush()
     os._exit(1)
@@ -260,12 +259,12 @@ def _train(
     events.close_events()
     watch.close()
     torch.distributed.destroy_process_group()
-    # torchrun would start the ranks again for another code, if it may; the run that was stopped must stay so.
+    # torchrun might restart the ranks after another code; a stopped run must stay stopped.
     return 1 if session.lost_its_stop and not _restarts_left() else 0
 
 
 def _own_device(plan: RunPlan, local_rank: int) -> int:
-    """Return the index of this rank's GPU among those it sees. A node's agent shows its ranks the trainer's only."""
+    """Return the index of this rank's GPU among the visible ones. A node's agent shows its ranks only the trainer's."""
     return local_rank if LAUNCH_ID_VARIABLE in os.environ else plan.pools.trainer.devices[local_rank]
 
 

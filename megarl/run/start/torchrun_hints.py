@@ -1,4 +1,4 @@
-"""Refuses open stores of torchrun over several hosts, and says how to start the same run without open ports."""
+"""Refuses torchrun's open stores across hosts, and shows how to start the same run without open ports."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def notice_of_open_stores(environment: Mapping[str, str], arguments: Sequence[st
     if not _is_open(environment) or is_restart(environment):
         return None
     return (
-        "this torchrun listens on all interfaces of the host, and with its own rendezvous whoever reaches the port can "
-        "run code as you (SECURITY.md). The same run without that: "
-        f"{SAFE_TORCHRUN} --nproc-per-node {_ranks(environment)} {shlex.join(arguments)}"
+        "this torchrun listens on all interfaces of the host, and with its own rendezvous anyone who reaches the "
+        f"port can run code as you (SECURITY.md). The same run without that: {SAFE_TORCHRUN} --nproc-per-node "
+        f"{_ranks(environment)} {shlex.join(arguments)}"
     )
 
 
 def refuse_open_stores(environment: Mapping[str, str], arguments: Sequence[str], run_dir: Path) -> None:
     """Raise ValueError, with the safe command, if torchrun's stores are open and ranks of several hosts use them.
 
-    Also for ranks that torchrun (--max-restarts) has started again, or a refusal would only cost a restart.
+    Also for ranks that torchrun (--max-restarts) has restarted, or a refusal would only cost a restart.
 
     On one host `torchrun --standalone` and a plain `torchrun` are what users type first, so there
     `notice_of_open_stores` is all. The arguments are its own; `run_dir`: that of the run.
@@ -79,18 +79,18 @@ def refuse_open_stores(environment: Mapping[str, str], arguments: Sequence[str],
         f"{shlex.join(arguments)}"
     )
     raise ValueError(
-        f"this torchrun's store at {host} can be reached by other hosts, and whoever reaches it can run code as you "
-        f"(SECURITY.md). Start the same run by: {command}"
+        f"this torchrun's store at {host} can be reached by other hosts, and anyone who reaches it can run code as "
+        f"you (SECURITY.md). Start the same run by: {command}"
     )
 
 
 def _is_open(environment: Mapping[str, str]) -> bool:
-    """Return whether a torchrun with another rendezvous has started this rank."""
+    """Return whether a torchrun with another rendezvous started this rank."""
     return "TORCHELASTIC_RUN_ID" in environment and environment.get(SERVED_BY_VARIABLE) != str(os.getppid())
 
 
 def is_restart(environment: Mapping[str, str]) -> bool:
-    """Return whether torchrun has started the ranks of this run before."""
+    """Return whether torchrun has restarted the ranks of this run."""
     return environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 

@@ -1,4 +1,4 @@
-"""The pixels of a step: patches of the images that its rows name, made of their files when a micro-batch needs them."""
+"""The pixels of a step: patches of the images in its rows, made from their files when a micro-batch needs them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StepImages:
-    """Reads the images of one batch after the other; the patches of the latest ones are kept within a bound."""
+    """Reads the images of each batch; a bounded number of the latest patches is kept."""
 
     def __init__(self, model: Path, vision: VisionConfig) -> None:
         """`model`: the directory of the policy, whose processor the engines have too."""
@@ -30,7 +30,7 @@ class StepImages:
         `files`: those of the batch by hash. The function raises KeyError for an image that is none of them, and
         ImageError if a file is not the image's.
         """
-        if self._processor is None:  # a run without images imports nothing of them
+        if self._processor is None:  # a run without images does not import these
             from megarl.models.hf.image_patches import ImageProcessor
 
             self._processor = ImageProcessor(self._model, self._vision.max_pixels)

@@ -1,4 +1,5 @@
-"""The policy that sampled the tokens of a step, which may be of other weights, and the one that the step updates.
+"""Compares the policy that sampled the tokens of a step, possibly with other weights, with the policy that the step
+updates.
 
 The engines' log-probs are compared with the trainer's: over all tokens, and by the source of each, which is a replica
 and a version lag. Before an update, masks take tokens out, and the interpolated proximal policy is set. Every rank
@@ -99,7 +100,7 @@ class TokenOrigins:
 
 @dataclass
 class StepMeasures:
-    """Holds what a step has measured when its first update is about to change the weights; equal on every rank.
+    """The measurements of a step just before its first update changes the weights; equal on every rank.
 
     `compared`: engine (old) against trainer (new) over all compared tokens, by the names of `LossStats.means`; None if
     the step makes no update. `gaps`: the same by source, changed by the methods alone; those of later updates of the
@@ -121,7 +122,7 @@ class StepMeasures:
 
     @classmethod
     def begin(cls, tags: Iterable[SampleTag], buckets: SourceBuckets) -> StepMeasures:
-        """Return what is known before anything is computed. `tags`: those of the whole batch."""
+        """Return the measurements known before anything is computed. `tags`: those of the whole batch."""
         return cls(TokenOrigins.of(tags, buckets), OriginGaps.zeros(buckets.size))
 
     def compare_in_pass(self, samples: Mapping[str, TrainSample], rows: Mapping[str, Trajectory]) -> None:
@@ -145,19 +146,19 @@ class StepMeasures:
         self.compared = LossStats.merge(stats for stats, _ in everyone).means()
 
     def compare_in_update(self, values: Mapping[str, float], gaps: OriginGaps | None) -> None:
-        """Take over what the first update has found: its metrics and `gaps`; None if a pass has compared all."""
+        """Adopt the findings of the first update: its metrics and `gaps`; None if a pass has compared all."""
         self.entropy = values.get("entropy") if values["tokens"] else None
         if gaps is not None:
             self.compared, self.gaps, self._by_source = engine_against_trainer(values), gaps, None
 
     def add_gaps(self, gaps: OriginGaps) -> None:
-        """Add what another rank, or a later update of the step, has compared."""
+        """Add the comparison of another rank, or of a later update of the step."""
         self.gaps.merge(gaps)
         self._by_source = None
 
 
 def engine_against_trainer(values: Mapping[str, float]) -> Mapping[str, float]:
-    """Return what the first update of a step says about the engine's log-probs (old) and the trainer's (new).
+    """Return the first update's comparison of the engine's log-probs (old) with the trainer's (new).
 
     Without a correction its ratio compares them. With one, its ratio has the trainer's log-probs on both sides.
     """
@@ -176,7 +177,7 @@ def _gather_stats(stats: LossStats, *more: torch.Tensor) -> list[tuple[LossStats
 def reject_before_updates(
     samples: Mapping[str, TrainSample], correction: CorrectionSpec
 ) -> tuple[dict[str, int], dict[str, float]]:
-    """Take the tokens that the masks leave out from the loss masks of this replica's samples. Collective.
+    """Remove the tokens that the masks leave out from the loss masks of this replica's samples. Collective.
 
     Returns the number of tokens that each sample of any replica still trains, and the numbers of `correction/*` over
     every token that was trained before. The samples must have the trainer's log-probs.

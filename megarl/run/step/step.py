@@ -1,4 +1,4 @@
-"""One training step, from its plan to an updated policy, without any process besides the trainer's ranks.
+"""One training step, from its plan to an updated policy, with no process but the trainer's ranks.
 
 `train_step` needs only a policy, the plan of `plan.py` and this rank's rows; the training loop and `megarl replay`
 share it.

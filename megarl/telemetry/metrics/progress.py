@@ -37,11 +37,11 @@ class Column:
 
 
 ACCURACY = "reward/accuracy"
-WINDOW = 20  # steps over which the speed of rollout is shown: a step's tokens and seconds are not of the same responses
+WINDOW = 20  # steps for the speed of rollout: tokens and seconds of one step belong to different responses
 ROLLOUT_SPEED = "perf/rollout_tokens_per_second"
 KL_OLD = Column("kl old", "policy/approx_kl", 7, ".1e")
 KL_REFERENCE = Column("kl ref", "policy/kl_ref", 7, ".1e")
-# With those of a run of 99,999 steps a line has 100 characters.
+# In a run of 99,999 steps a line has 100 characters.
 COLUMNS = (
     Column("reward", "reward/mean", 7),
     Column("acc", ACCURACY, 5),
@@ -60,7 +60,7 @@ LIVE = ("reward/mean", ACCURACY, ROLLOUT_SPEED, "perf/trainer_tokens_per_second"
 
 
 def are_graded(steps: Iterable[Mapping[str, float | None]]) -> bool:
-    """Return whether any of these steps has rewards other than right or wrong: they have a mean, and no accuracy."""
+    """Return whether any of these steps has rewards other than right or wrong, and so a mean instead of an accuracy."""
     return any(values.get("reward/mean") is not None and values.get(ACCURACY) is None for values in steps)
 
 
@@ -77,7 +77,7 @@ class Progress:
     """Prints the progress of a run of `steps` steps to `stream`, with a live line if that is a terminal.
 
     `reference`: the run has a reference policy, and the KL to it is shown in place of that to the old policy. The speed
-    of rollout is that of the newest `WINDOW` steps. Accuracy is not shown from the first step with graded rewards on.
+    of rollout is over the newest `WINDOW` steps. Accuracy is not shown from the first step with graded rewards on.
 
     Nothing else may write to `stream` between two calls. Several threads may call it.
     """

@@ -16,7 +16,7 @@ from typing import Literal
 
 Reducer = Literal["sum", "mean", "max", "min", "last", "weighted"]
 
-MOST_MATCHED = 4096  # names that templates cover, which are kept; more than the replicas and lags of a run have
+MOST_MATCHED = 4096  # cached names of templates; more than a run's replicas and lags have
 
 
 class UndeclaredMetricError(KeyError):
@@ -31,8 +31,8 @@ class Metric:
     """The declaration of one metric.
 
     `name` may contain `{placeholders}`, each for one name without a slash (`eval/{set}/greedy`). `timing` marks a
-    metric that depends on the clock or the machine, and `faults` one that counts what has gone wrong around the run
-    (kills, lost engines, full disks); all others are bitwise reproducible in a deterministic run.
+    metric that depends on the clock or the machine, and `faults` one that counts failures around the run (kills, lost
+    engines, full disks); all others are reproducible bit for bit in a deterministic run.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Metric:
 
     @property
     def reproducible(self) -> bool:
-        """True if a deterministic run repeats the metric to the bit, whatever happens to its processes meanwhile."""
+        """True if a deterministic run repeats the metric bit for bit, whatever happens to its processes."""
         return not (self.timing or self.faults)
 
     @property

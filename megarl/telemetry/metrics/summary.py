@@ -44,7 +44,7 @@ class RunSummary:
 
     @property
     def wall_seconds(self) -> float:
-        """Seconds since this object was made, plus those of the run that it continues."""
+        """Seconds since this object was made, plus those before the resume."""
         return self._before_s + self._clock() - self._start
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class RunSummary:
     def evaluation(self, label: str, greedy: float, sampled: float, n: int, reward_errors: int = 0) -> None:
         """Record the mean scores of the first set over `n` problems, and the responses without a reward.
 
-        `label`: `before` (the first step), `after` (the last step), anything else for one in between.
+        `label`: `before` (the first step), `after` (the last step), or any other.
         """
         name = label if label in ("before", "after") else "latest"
         self._eval[name] = {"greedy": greedy, "sampled": sampled, "n": n, "reward_errors": reward_errors}

@@ -46,7 +46,7 @@ class PhaseTimer:
     def finish_step(self, engine_seconds: float = 0.0) -> dict[str, float]:
         """Close the step, start the next one, and return the `time/*` metrics.
 
-        `engine_seconds` is the wall time in which an engine ran since the batch before. Overhead is the time outside
+        `engine_seconds` is the wall time in which an engine ran since the previous batch. Overhead is the time outside
         engine, log-prob, update and sync time: queue, rewards, Ray, the loop itself. If engines run while the trainer
         works, only the engine time for which the trainer waited, for a batch or for running responses to end, is
         subtracted. Raises RuntimeError inside a phase.

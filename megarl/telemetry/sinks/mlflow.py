@@ -1,8 +1,8 @@
 """Logs to an MLflow tracking server. The locked requirements do not contain the package; the user has to install it.
 
-A run that resumes goes on in the same run there. RUN_DIR/mlflow.json has an id that is chosen before the server is
-asked for anything; MLflow's run has it as a tag, by which it is found again, also if the answer that it was created has
-never arrived. Steps that are done again appear twice, with the later time.
+A resumed run continues the same run there. RUN_DIR/mlflow.json has an id chosen before any request; MLflow's run has it
+as a tag and is found by it, even if the answer that it was created has never arrived. Steps that are done again appear
+twice, with the later time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ID_TAG = "megarl.run"
 # Of the server, per request (mlflow.utils.validation); the length of a parameter is that of servers before 2.0.
 _MOST_METRICS, _MOST_PARAMETERS, _LONGEST_PARAMETER, _LONGEST_KEY = 1000, 100, 500, 250
 _MOST_KEYS = 4096  # names of metrics whose keys are kept; every step has the same ones
-# Unless the user has set them. The sink sends again by itself, and nobody hears of a request before MLflow gives up.
+# Unless the user has set them. The sink resends on its own, and learns of a failed request only when MLflow gives up.
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # s; 120 by default
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # 7 by default, with pauses of minutes
@@ -47,7 +47,7 @@ class MlflowSink(RemoteSink):
 
     def __init__(self, config: Config) -> None:
         """Raises ValueError if MLflow is not installed."""
-        # Half of the time in which all sinks have to close, so that the others have the rest.
+        # Half of the time in which all sinks must close; the others have the rest.
         super().__init__(config.timeouts.shutdown_s / 2)
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -64,7 +64,7 @@ class MlflowSink(RemoteSink):
         self._run_id = ""
 
     def send(self, records: Sequence[Record]) -> None:
-        """Log records. Raises LostRecords for those that the server will never take, and what MLflow raises."""
+        """Log records. Raises LostRecords for those that the server will never accept, and MLflow's errors."""
         client = self._connected()
         metrics = [
             self._mlflow.entities.Metric(key_of(name), float(value), int(record.wall_time * 1000), record.step)
@@ -85,7 +85,7 @@ class MlflowSink(RemoteSink):
         self._connected().set_terminated(self._run_id, _STATUS[status])
 
     def _connected(self) -> MlflowClient:
-        """Return the client, once the run is there and marked as running."""
+        """Return the client after creating the run and marking it as running."""
         client = self._client = self._client or self._mlflow.MlflowClient()
         if self._run_id:
             return client

@@ -1,7 +1,6 @@
 """The endpoint from which Prometheus reads the newest metrics of the run.
 
-A step only replaces the snapshot that the next scrape shows, so no scrape can hold it up. prometheus_client makes the
-text.
+A step only replaces the snapshot for the next scrape, so no scrape can delay it. prometheus_client makes the text.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class PrometheusSink(Collector):
         write_private(self._run_dir / ENDPOINT_FILE, json.dumps(asdict(endpoint), indent=1) + "\n")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Show these values, and the earlier ones of metrics that are not among them.
+        """Show these values, and the earlier ones of all other metrics.
 
         Of metrics with labels, such as those of each replica, a step shows only what it has itself.
         """
@@ -128,7 +127,7 @@ class PrometheusSink(Collector):
 
 
 def _goes_with_its_step(name: str) -> bool:
-    """Return whether a value says nothing about later steps. An evaluation does, until the next one of its set."""
+    """Return whether a value is about its step only. An evaluation is valid until the next one of its set."""
     return bool(names.place_of(name)[0].labels) and not name.startswith("eval/")
 
 

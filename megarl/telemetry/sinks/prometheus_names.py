@@ -16,7 +16,7 @@ from megarl.telemetry.metrics.registry import Metric
 
 PREFIX = "megarl_"
 RUN_LABEL = "run"
-# What is added for a unit unless the name has one of the words; https://prometheus.io/docs/practices/naming. Units that
+# The suffix of a unit, unless the name has one of the words; https://prometheus.io/docs/practices/naming. Units that
 # are not here are their own word.
 _UNIT_WORDS: dict[str, tuple[str, ...]] = {
     "1": (),
@@ -42,11 +42,13 @@ class PrometheusName:
 
 
 # What a scrape has alongside the declared metrics.
-INFO = PrometheusName(f"{PREFIX}run_info", ("run_dir", "version"), "Always 1; what the labels say is of the run.")
-STEPS_DONE = PrometheusName(f"{PREFIX}steps_done", (), "Training steps that the run has done, and written.")
+INFO = PrometheusName(f"{PREFIX}run_info", ("run_dir", "version"), "Always 1; the labels describe the run.")
+STEPS_DONE = PrometheusName(f"{PREFIX}steps_done", (), "Training steps that the run has finished and written.")
 STEPS_PLANNED = PrometheusName(f"{PREFIX}steps_planned", (), "Training steps of the whole run (`run.steps`).")
 LAST_STEP = PrometheusName(
-    f"{PREFIX}last_step_timestamp_seconds", (), "When the newest step was written, in seconds since 1970; 0 before it."
+    f"{PREFIX}last_step_timestamp_seconds",
+    (),
+    "Time at which the newest step was written, in seconds since 1970; 0 before the first.",
 )
 FIXED = (INFO, STEPS_DONE, STEPS_PLANNED, LAST_STEP)
 
@@ -64,7 +66,7 @@ def name_of(metric: Metric) -> PrometheusName:
 
 @cache
 def all_names() -> Mapping[str, PrometheusName]:
-    """Return every name that a scrape may have, by itself."""
+    """Return every single name that a scrape may have."""
     return {each.name: each for each in (*FIXED, *map(name_of, REGISTRY))}
 
 

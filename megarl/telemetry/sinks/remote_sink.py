@@ -1,7 +1,6 @@
-"""Sends metrics to a service in a thread of its own, so that a slow or dead service delays and ends no training step.
-
-What the service does not take waits in memory, is sent again after a pause, and of too much the oldest is lost. Every
-failure is reported to the caller's function, which counts it.
+"""Sends metrics to a service in a thread of its own, so a slow or dead service never delays or ends a training step.
+Records that the service does not accept wait in memory and are resent after a pause; if there are too many, the oldest
+are lost. Every failure is reported to the caller's function, which counts it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 MOST_WAITING = 1024  # records; one of 200 metrics takes about 40 KB
 MOST_AT_ONCE = 32  # records that are sent together
-GATHER_S = 5.0  # between two sends: a request costs as much as a record
+GATHER_S = 5.0  # between two sends, because a request costs as much as a record
 LONGEST_PAUSE_S = 60.0  # after failures, each of which doubles the pause
 SLOW_S = 120.0  # after which a send that has not returned is reported
 
@@ -40,7 +39,7 @@ class Record:
 
 
 class LostRecords(RuntimeError):  # noqa: N818
-    """Records have not reached the service, and will not."""
+    """Records did not reach the service and will not."""
 
 
 class RemoteSink:
@@ -63,14 +62,13 @@ class RemoteSink:
         self._thread = threading.Thread(target=self._run, name=f"send-to-{self.name}", daemon=True)
 
     def send(self, records: Sequence[Record]) -> None:
-        """Send records in their order. After a failure the same ones are sent again, some of which may be there.
-
-        Raises LostRecords if that would be in vain.
+        """Send records in their order. After a failure the same ones are sent again; some may already be there. Raises
+        LostRecords if resending cannot help.
         """
         raise NotImplementedError
 
     def finish(self, status: Status | None) -> None:
-        """Say how the run ended. None: nothing was recorded, so it has failed."""
+        """Report how the run ended. None: nothing was recorded, so it failed."""
         raise NotImplementedError
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -81,15 +79,15 @@ class RemoteSink:
             if not self._thread.ident:
                 self._thread.start()
         if lost is not None:
-            self.report(LostRecords(f"{self._most} records wait already; those of step {lost.step} are lost"))
+            self.report(LostRecords(f"{self._most} records are already waiting; those of step {lost.step} are lost"))
         elif (since := self._busy_since) is not None and time.monotonic() - since > SLOW_S:
             self.report(TimeoutError(f"no answer for {time.monotonic() - since:.0f} s"))
 
     def roll_back(self, step: int) -> None:
-        """Do nothing: what was sent stays, and is followed by the steps that are done again."""
+        """Do nothing: sent records stay, followed by the repeated steps."""
 
     def close(self) -> None:
-        """Send what is left and say how the run ended, in `close_s` at most. Reports what could not be sent."""
+        """Send the rest and report how the run ended, within `close_s`. Reports what could not be sent."""
         self._closing.set()
         if not self._thread.ident:
             self._thread.start()
@@ -98,7 +96,7 @@ class RemoteSink:
         if self._thread.is_alive():
             self.report(LostRecords(f"no answer for {self._close_s:.0f} s at the end of the run; {left} records wait"))
         elif left:
-            self.report(LostRecords(f"{left} records were not taken until the end of the run"))
+            self.report(LostRecords(f"{left} records were not accepted before the end of the run"))
 
     def _run(self) -> None:
         pause_s = self._gather_s

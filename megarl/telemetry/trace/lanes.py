@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-ROUNDING_US = 5  # by which a span may end after the one that it is in, for example because both were rounded
+ROUNDING_US = 5  # by which a span may end after its enclosing one, for example because both were rounded
 
 
 @dataclass(frozen=True)

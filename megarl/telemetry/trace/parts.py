@@ -68,7 +68,7 @@ class PartWriter:
         try:
             self._write(self._header())
         except OSError:
-            self.close()  # without a header nobody could read what follows
+            self.close()  # without a header nothing that follows could be read
             raise
 
     def _delete_oldest(self) -> None:

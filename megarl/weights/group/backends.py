@@ -1,6 +1,6 @@
 """The process groups by which the members of a weight sync broadcast: gloo on CPU, NCCL on CUDA.
 
-Engines on the trainer's GPUs are in no such group: the trainer ranks pass on to them what they get (`relay.py`).
+Engines on the trainer's GPUs are in no such group: the trainer ranks relay the weights to them (`relay.py`).
 
 Tensors may have any shape.
 """
@@ -32,10 +32,8 @@ class BackendKind:
 
 @contextmanager
 def blocking_wait() -> Iterator[None]:
-    """Set the variable with which a ProcessGroupNCCL made inside reports errors and timeouts by its works alone.
-
-    Otherwise NCCL's watchdog ends the whole process after a timeout or a peer's death: a trainer rank would die of a
-    dead engine.
+    """Make a ProcessGroupNCCL created inside report errors and timeouts only through its works. Otherwise NCCL's
+    watchdog ends the whole process after a timeout or a peer's death, so a dead engine would kill a trainer rank.
     """
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
@@ -57,14 +55,14 @@ def _make_nccl(store: PrefixStore, place: MemberPlace) -> Backend:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
-    # NCCL's operations have the timeout of their group, whatever a single call asks for.
+    # NCCL's operations use the timeout of their group, whatever a single call requests.
     options._timeout = timedelta(seconds=place.operation_s)
     with blocking_wait():
         return cast("Backend", ProcessGroupNCCL(store, place.rank, place.size, options))
 
 
 class _WithoutAbort:
-    """A gloo group, whose operations end by themselves."""
+    """A gloo group, whose operations end on their own."""
 
     def __init__(self, group: Backend) -> None:
         self.broadcast, self.shutdown = group.broadcast, group.shutdown
@@ -92,7 +90,7 @@ def _relay(
 BACKENDS = {
     "gloo": BackendKind("cpu", on_streams=False, make=_make_gloo),
     "nccl": BackendKind("cuda", on_streams=True, make=_make_nccl),
-    # A relay is driven by looks at it, as an operation on a stream is observed.
+    # Polling drives a relay, just as it observes an operation on a stream.
     "relay": BackendKind("cpu", on_streams=True, make=_relay(_make_gloo, cuda=False)),
     "relay_cuda": BackendKind("cuda", on_streams=True, make=_relay(_make_nccl, cuda=True)),
 }

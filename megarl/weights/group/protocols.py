@@ -11,12 +11,12 @@ ABANDON = {"abandon": True}  # the arguments of an engine's `update_weights` tha
 class ReplicaHandle(Protocol):
     """One engine replica.
 
-    The methods that are called on it are `world_size()`, `init_weight_transfer(init_info)`, `pause(clear_cache)`,
-    `start_weight_update()`, `update_weights(update_info)`, `finish_weight_update(version)` (None: it stays the same),
-    `resume()`, `abandon_weight_update(ABANDON)` after a sync that another member has interrupted, and `fail(reason)`.
-    One that has abandoned a sync stays paused, and refuses to resume, until it has loaded all weights of a later one.
-    Where engines share the trainer's GPUs also `sleep()`, `wake(part)` with "weights" instead of a pause and "kv_cache"
-    instead of `resume()`, which return the bytes that are held then, and `shutdown()`.
+    Its methods are `world_size()`, `init_weight_transfer(init_info)`, `pause(clear_cache)`, `start_weight_update()`,
+    `update_weights(update_info)`, `finish_weight_update(version)` (None: it stays the same), `resume()`,
+    `abandon_weight_update(ABANDON)` after a sync that another member has interrupted, and `fail(reason)`. One that has
+    abandoned a sync stays paused, and refuses to resume, until it has loaded all weights of a later one. Where engines
+    share the trainer's GPUs also `sleep()`, `wake(part)` with "weights" instead of a pause and "kv_cache" instead of
+    `resume()`, which return the bytes that are held then, and `shutdown()`.
     """
 
     @property
@@ -25,7 +25,7 @@ class ReplicaHandle(Protocol):
         ...
 
     def call(self, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
-        """Call a method by its name and wait for its result, whose type depends on the method. Thread-safe.
+        """Call a method by name and wait for its result, whose type depends on the method. Thread-safe.
 
         Raises:
             TimeoutError: no answer within `timeout_s` seconds.
@@ -48,8 +48,8 @@ class EngineHandles(Protocol):
     def restart(self, names: Sequence[str], timeout_s: float) -> None:
         """Replace the named replicas by new ones, and wait for these. `replicas()` returns the others as before.
 
-        A replica for which there is no room any more, or that was removed meanwhile, may be left out from then on.
-        Raises an exception if they cannot be restarted; the run then ends with the error of the sync.
+        A replica without room, or one removed meanwhile, may be left out from then on. Raises an exception if they
+        cannot be restarted; the run then ends with the error of the sync.
         """
         ...
 

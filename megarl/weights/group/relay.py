@@ -1,10 +1,9 @@
-"""The way of weights to engines on the trainer's GPUs: NCCL takes no two members on one GPU.
+"""Relays weights to engines on the trainer's GPUs, because NCCL takes no two members on one GPU.
 
-The trainer ranks broadcast among themselves. Each passes what it gets on to the engine workers on its device, through
-two buffers that both processes map: it fills one, says so, and fills the other one while the workers read. A worker
-copies the content and answers; then the buffer is free. On a GPU the buffers are plain device memory, of which the
-workers get a CUDA IPC handle; elsewhere they are in a memfd. Handles are exchanged once per buffer as plain values,
-without pickle.
+The trainer ranks broadcast among themselves. Each relays the data to the engine workers on its device through two
+buffers that both processes map: it fills one, announces it, and fills the other while the workers read. A worker copies
+the content and answers; then the buffer is free. On a GPU the buffers are plain device memory, of which the workers get
+a CUDA IPC handle; elsewhere they are in a memfd. Handles are exchanged once per buffer as plain values, without pickle.
 
 Both ends talk over a Unix socket in the abstract namespace. Its name comes through the run's signed store, and each
 end checks that the other process is its own user's. A socket that closes is a member that has died.
@@ -66,12 +65,11 @@ class MemberPlace:
 
 
 class RelayWork:
-    """One broadcast, in steps. It stands for torch's Work."""
+    """One broadcast, in steps, with the interface of torch's Work."""
 
     def __init__(self, steps: Iterator[None], *, driven: bool = False) -> None:
-        """`steps`: ends when the broadcast has, and raises what it fails with.
-
-        `driven`: a thread calls `advance`; otherwise the broadcast goes on whenever it is looked at.
+        """`steps`: ends with the broadcast and raises its error. `driven`: a thread calls `advance`; otherwise each
+        poll advances the broadcast.
         """
         self._steps, self._driven, self._ended = steps, driven, False
         self._failure: BaseException | None = None
@@ -100,7 +98,7 @@ class RelayWork:
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while not self.is_completed():
             if deadline is not None and time.monotonic() > deadline:
-                raise RuntimeError("the relay has not ended in time")
+                raise RuntimeError("the relay did not finish in time")
             time.sleep(_POLL_S)
         if self._failure is not None:
             raise self._failure
@@ -180,7 +178,7 @@ def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 
 class TrainerEnd:
-    """The end of a trainer rank. A thread passes on what comes: the rank itself may wait for others in a gather."""
+    """The end of a trainer rank. A thread relays the data, because the rank itself may wait for others in a gather."""
 
     def __init__(self, inner: Backend | None, channels: Sequence[socket.socket]) -> None:
         """`inner`: None for the only rank; `channels`: one to each worker on this device."""
@@ -198,7 +196,7 @@ class TrainerEnd:
                 time.sleep(_POLL_S)
 
     def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> RelayWork:
-        """Take part in a broadcast, and pass it on. The tensor is free when the work has ended."""
+        """Take part in a broadcast and relay it. The tensor is free when the work has ended."""
         work = None if self._inner is None else self._inner.broadcast(tensors, options)
         passing = RelayWork(self._steps(tensors[0], work), driven=True)
         self._works.put(passing)
@@ -256,7 +254,7 @@ class TrainerEnd:
             channel.close()
         self._channels, self._buffers = (), [None] * BUFFERS
         if torch.cuda.is_available():
-            torch.cuda.ipc_collect()  # what was exported lives until then
+            torch.cuda.ipc_collect()  # exported memory lives until then
 
 
 class WorkerEnd:
@@ -278,7 +276,7 @@ class WorkerEnd:
             self._buffers[sent["buffer"]] = _Shared.opened(sent["handle"], files, tensor.device)
         target_B = tensor.reshape(-1).view(torch.uint8)
         if sent["nbytes"] != target_B.numel():
-            raise RuntimeError(f"a trainer rank has passed {sent['nbytes']} bytes on, not {target_B.numel()}")
+            raise RuntimeError(f"a trainer rank relayed {sent['nbytes']} bytes, not {target_B.numel()}")
         target_B.copy_(self._buffers[sent["buffer"]].content_B[: target_B.numel()])
         _synchronize(tensor.device)
         self._channel.send(json.dumps({"free": sent["buffer"]}).encode())

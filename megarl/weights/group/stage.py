@@ -1,4 +1,4 @@
-"""A stage of a weight sync: what a member does in it, and the wait for its end, in a thread, so that no member polls.
+"""A stage of a weight sync: a member's state in it, and a thread that waits for its end, so no member polls.
 
 A stage (the forming of a group, or a sync) has an *end* key in the store, which is set once: to the result, or to the
 reason of an abort. Every member waits for it in one blocking request. After an abort each member answers once what it
@@ -26,13 +26,11 @@ def _nobody() -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Answer:
-    """A member's answer to the question what it does.
-
-    `waits_for` names the members without which it cannot go on. In a broadcast (`bucket`, its index) these are only
-    known from all members' answers together, see `failure.waits_of`. `entered`: the number of broadcasts that the
-    member has begun. `seconds`: the time since it has been doing this. `expired`: its deadline passed while it waited.
-    `done`: it has done its part in the sync. `failure`: why it failed itself, if it did, and `secondary` if it only
-    waited for another member, or saw the failure of one.
+    """A member's report of what it is doing. `waits_for` names the members that it needs to continue. In a broadcast
+    (`bucket`, its index) these are only known from all members' answers together, see `failure.waits_of`. `entered`:
+    the number of broadcasts that the member has begun. `seconds`: the time since it has been doing this. `expired`: its
+    deadline passed while it waited. `done`: it has done its part in the sync. `failure`: why it failed itself, if it
+    did, and `secondary` if it only waited for another member, or saw the failure of one.
     """
 
     member: str
@@ -58,11 +56,11 @@ class MemberProgress:
         self.work("begins")
 
     def work(self, doing: str) -> None:
-        """The member waits for nobody."""
+        """The member waits for no other."""
         self._now: tuple[str, Callable[[], Sequence[str]], int | None, float] = (doing, _nobody, None, time.monotonic())
 
     def wait(self, doing: str, waits_for: Callable[[], Sequence[str]]) -> None:
-        """The member waits, for those that `waits_for` names when it is called."""
+        """The member waits for those that `waits_for` names when called."""
         self._now = (doing, waits_for, None, time.monotonic())
 
     def enter(self, bucket: int) -> None:
@@ -74,17 +72,17 @@ class MemberProgress:
         self._now = (f"the broadcast of bucket {bucket + 1}", _nobody, bucket, time.monotonic())
 
     def mark_done(self) -> None:
-        """Record that the member has done its part, and only waits for the end of the sync."""
+        """Record that the member has done its part and only waits for the end of the sync."""
         self._done = True
         self.work("has done its part")
 
     def freeze(self, *, expired: bool = False) -> None:
-        """Keep the answer of this moment: the member ends its part in the sync. `expired`: as in `Answer`."""
+        """Freeze the current answer: the member ends its part in the sync. `expired`: as in `Answer`."""
         if self._frozen is None:
             self._frozen = replace(self._current(), expired=expired)
 
     def fail(self, failure: str, *, secondary: bool) -> None:
-        """Keep the answer of this moment, with the failure of the member."""
+        """Freeze the current answer, with the failure of the member."""
         self._frozen = replace(self.answer(), failure=failure, secondary=secondary)
 
     def answer(self) -> Answer:
@@ -121,7 +119,7 @@ class StageWatch:
         return self._end.get("abort") if self._ended.is_set() else None
 
     def join(self, timeout_s: float = STORE_TIMEOUT_S) -> None:
-        """Wait until the thread has ended, which it does soon after the stage. Only then is its connection free.
+        """Wait until the thread has ended, soon after the stage. Only then is its connection free.
 
         Raises PeerTimeout if it has not ended within `timeout_s` seconds.
         """
@@ -141,7 +139,7 @@ class StageWatch:
             end = {"abort": reason}
         try:
             answer = self._progress.answer()  # before the main thread reacts
-        finally:  # whatever the answer raises, the main thread learns of the end
+        finally:  # even if the answer raises, the main thread learns of the end
             self._end = end
             self._ended.set()
         if "abort" not in end:
@@ -149,7 +147,7 @@ class StageWatch:
         try:
             self._connection.put(answer_key(self._stage, self._member), asdict(answer))
         except RuntimeError as error:
-            logger.warning("%s could not say what it was doing: %s", self._member, error)
+            logger.warning("%s could not report what it was doing: %s", self._member, error)
 
 
 def end_key(stage: str) -> str:

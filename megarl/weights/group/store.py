@@ -1,7 +1,6 @@
 """The store of a weight sync: a TCPStore that trainer rank 0 serves. All values are JSON, signed with the store's key.
-
-Whoever reaches the store's port can read and replace what it holds, but cannot sign it. The processes of the run get
-the key from rank 0: engine workers in a call through Ray, trainer ranks from the secret of the run.
+Anyone who reaches the store's port can read and replace values, but cannot sign them. The processes of the run get the
+key from rank 0: engine workers in a call through Ray, trainer ranks from the secret of the run.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class SyncStore:
         self._store.set(key, self._signed(key, value))
 
     def put_once(self, key: str, value: object) -> JsonValue:
-        """Set a key unless it is set already, atomically. Return the JSON value that it then has."""
+        """Atomically set a key unless it is set. Return its JSON value afterwards."""
         return self._verified(key, self._store.compare_set(key, "", self._signed(key, value)))
 
     def get(self, key: str) -> JsonValue | None:
@@ -115,7 +114,7 @@ class SyncStore:
         return [self._verified(key, value) for key, value in zip(keys, self._store.multi_get(list(keys)), strict=True)]
 
     def wait(self, key: str, timeout_s: float, what: str) -> JsonValue:
-        """Poll until `key` is set, and return its JSON value. `what`: what is waited for, for the error.
+        """Poll until `key` is set, and return its JSON value. `what`: names the awaited thing in the error.
 
         Unlike in the `block` methods, handlers of signals run meanwhile, and other threads use the connection: torch
         serves one request of a connection after the other. Raises PeerTimeout if the key is not set within `timeout_s`
@@ -145,7 +144,7 @@ def open_shared_store(name: str, secret: bytes, host: str | None, share: Callabl
         if host is None:
             raise ConnectionError(f"the store {name!r} could not be served: {nonce}")
         return SyncStore(host, port, derived_key(secret, f"{name} {nonce}"))
-    # A key for this store only: what another store of the run held is not accepted here.
+    # A key for this store only: values of the run's other stores are not accepted here.
     nonce = secrets.token_hex(16)
     try:
         store = SyncStore(host, 0, derived_key(secret, f"{name} {nonce}"), server=True)
@@ -174,7 +173,7 @@ def open_trainer_store(settings: SyncSettings, host: str | None, ranks: int) -> 
 
 
 def _share(name: str, text: str | None, wait_s: float) -> str:
-    """Give rank 0's text to all trainer ranks, and return it, over their rendezvous store, which any backend has."""
+    """Share rank 0's text with all trainer ranks over their rendezvous store, which any backend has, and return it."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     rendezvous: Store = _get_default_store()

@@ -33,8 +33,8 @@ from megarl.weights.group.store import STORE_TIMEOUT_S, SyncStore
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.2  # upper bound of the time until an abort is noticed
-OPERATION_SLACK_S = 5.0  # the time by which the library's own timeouts are longer than our deadlines
+POLL_S = 0.2  # upper bound on noticing an abort
+OPERATION_SLACK_S = 5.0  # how much longer the library's own timeouts are than our deadlines
 _ABORTED: list[object] = []  # keeps aborted groups: destroying one blocks until its last operation times out
 
 
@@ -121,7 +121,7 @@ class Group:
         return self._watch.wait(timeout_s)
 
     def join(self, timeout_s: float, *, loads_in_place: bool = True) -> None:
-        """Report this member ready, wait until all are, and connect. Every member must call it.
+        """Report this member as ready, wait for all others, and connect. Every member must call it.
 
         `loads_in_place`: False for an engine worker that cannot take the tensors of several layers mixed.
 
@@ -130,7 +130,7 @@ class Group:
         """
         assert self.rank is not None, "a trainer rank that broadcasts nothing is not a member"
         try:
-            self.enter("ready", timeout_s + OPERATION_SLACK_S)  # the leader's own wait ends first, and names the absent
+            self.enter("ready", timeout_s + OPERATION_SLACK_S)  # the leader's wait ends first and names the absent
             self.store.put(self.key("ready", self.rank), {"loads_in_place": loads_in_place})
             while (end := self.wait_end(POLL_S)) is None:
                 self.check("the leader to see all members of the weight-sync group")
@@ -143,10 +143,9 @@ class Group:
             raise
 
     def _connect(self, timeout_s: float) -> None:
-        """Make the process group, and broadcast once, with which NCCL makes its communicator.
-
-        NCCL makes it in a blocking call without a timeout: a member that dies meanwhile would stop all others here. So
-        the call runs in a thread, which is left behind if it does not return in time, and then aborts what it made.
+        """Make the process group and broadcast once, so that NCCL makes its communicator. That is a blocking call
+        without a timeout: a member that dies meanwhile would stop all others. So the call runs in a thread, which is
+        abandoned if it does not return in time, and then aborts its group.
         """
         lock, abandoned = threading.Lock(), False
         device = self._kind.device
@@ -199,7 +198,7 @@ class Group:
         self._started = time.monotonic()
         self.deadline = self._started + timeout_s
         self.progress = MemberProgress(self.name)
-        # After its own deadline a member ends the stage itself; the slack is for the leader's last calls.
+        # After its own deadline a member ends the stage; the slack is for the leader's last calls.
         limit = timeout_s + self.members.timeout_s + OPERATION_SLACK_S
         self._watch = StageWatch(self._connection, self.stage, self.progress, self.name, limit)
 
@@ -242,7 +241,7 @@ class Group:
     def fail(self, error: BaseException) -> None:
         """End the stage for all members because of a failure of this one, which its answer names, and leave the group.
 
-        A leader that cannot be reached raises nothing here.
+        An unreachable leader raises nothing here.
         """
         failure = str(error) or repr(error)
         self.progress.fail(failure, secondary=isinstance(error, SyncAborted | ConnectionLost | PeerTimeout))
@@ -253,7 +252,7 @@ class Group:
         self.abort()
 
     def abort(self) -> None:
-        """Leave this generation after a failure. Running operations end by themselves, at their deadline."""
+        """Leave this generation after a failure. Running operations end on their own at their deadline."""
         backend, self._backend = self._backend, None
         if backend is not None:
             self._abort_backend(backend)
@@ -299,7 +298,7 @@ class PendingBroadcast:
     def wait(self, what: str = "a broadcast") -> None:
         """Wait until the tensor may be read (and, on the sender, written) again, or until an abort or the deadline.
 
-        `what`: what is waited for, for the error.
+        `what`: names the awaited thing in the error.
         """
         group = self._group
         if self._bucket is not None:
@@ -307,7 +306,7 @@ class PendingBroadcast:
         while not self._done():
             group.check(what, self._bucket)
         try:
-            self._work.wait()  # it is complete: this makes the current stream wait for it, and raises its error
+            self._work.wait()  # complete: this makes the current stream wait for it and raises its error
         except RuntimeError as error:
             raise group.broken(error, self._bucket) from error
         if self._bucket is not None:

@@ -1,4 +1,4 @@
-"""The buffers in which a trainer rank builds its buckets, and where each of its tensors has its place in them.
+"""The buffers in which a trainer rank builds its buckets, and the place of each of its tensors in them.
 
 All views of the buffers are made once per plan, so that a sync costs little host time per tensor.
 
@@ -60,7 +60,7 @@ class BucketPacker:
         return self._places[bucket.index].buffer_B[: bucket.wire_bytes]
 
     def seal(self, bucket: Bucket, version: int) -> int:
-        """Complete an own bucket whose tensors are in place: set the gaps to zero, add the digest, and return it.
+        """Complete an own bucket after its tensors are in place: zero the gaps, add the digest, and return it.
 
         When this returns, the buffer has been written: reading the digest waits for the device.
         """

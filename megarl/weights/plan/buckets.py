@@ -107,7 +107,7 @@ class BucketPlan:
 
     @cached_property
     def hash(self) -> str:
-        """A hash of the whole plan, by which members check that their plans are equal."""
+        """A hash of the whole plan, with which members check that their plans are equal."""
         rows = [[b.owner, b.nbytes, [[p.tensor, p.start, p.offset, p.nbytes] for p in b.pieces]] for b in self.buckets]
         document = json.dumps([_spec_rows(self.specs), rows, self.layer_span])
         return hashlib.sha256(document.encode()).hexdigest()[:32]
@@ -173,7 +173,7 @@ class _OwnerBuckets:
         self._pieces, self._used, self._interrupted = [], 0, None
 
     def interrupt(self, layer: int) -> None:
-        """Note that the next tensor of the manifest is another owner's, in this layer."""
+        """Record that the next tensor of the manifest, in this layer, is another owner's."""
         if self._pieces and self._interrupted is None:
             self._interrupted = layer
 

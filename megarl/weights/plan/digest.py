@@ -44,7 +44,7 @@ RowSums: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 def digest(payload_B: torch.Tensor, *, version: int, bucket: int, row_sums: RowSums | None = None) -> torch.Tensor:
     """Return the digest of a contiguous uint8 payload whose size is a multiple of 8.
 
-    `row_sums`: `cpu_row_sums` or `device_row_sums`; None: the one that is fast on the payload's device.
+    `row_sums`: `cpu_row_sums` or `device_row_sums`; None: the faster one on the payload's device.
 
     Returns:
         int64 tensor of shape [1] on the payload's device; on an accelerator nothing is copied to the host.

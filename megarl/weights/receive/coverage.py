@@ -1,4 +1,4 @@
-"""Finds which weights of a vLLM model a sync has not written, although the model computes with them.
+"""Finds weights of a vLLM model that a sync has not written although the model computes with them.
 
 An engine that starts with dummy weights has random numbers in every tensor. A tensor that no sync brings keeps them
 without an error: vLLM's loaders do not miss a name, and a fused weight counts as loaded after any of its parts.
@@ -23,7 +23,7 @@ NAMED_AT_MOST = 10
 
 @dataclass
 class _Counter:
-    """Counts the elements written into one tensor, once for each part of it."""
+    """Counts the elements written into one tensor, each part once."""
 
     tensor: torch.Tensor  # keeps its storage, by whose address it is found
     wanted: int
@@ -67,7 +67,7 @@ class LoadCoverage:
     def follow_reload(self) -> None:
         """Count in the meta tensors of a layer-wise reload, on which it calls every loader first.
 
-        What it writes into the live weights means nothing: it copies each weight whole.
+        Its writes to the live weights do not count: it copies each weight whole.
         """
         meta = {name: tensor for name, tensor in _loadable(self._model) if tensor.is_meta}
         for key, names in self._names.items():
@@ -104,7 +104,7 @@ class LoadCoverage:
                 counter.add(target)
 
     def missing(self) -> list[str]:
-        """Return vLLM's names of the weights that were not written, or not whole. Call it before a reload ends."""
+        """Return vLLM's names of weights that were not, or not fully, written. Call it before a reload ends."""
         return [
             " = ".join(self._names[key])
             for key, counters in self._counters.items()
@@ -116,7 +116,7 @@ def missing_message(missing: list[str]) -> str:
     """Return the error's text for weights that a sync has not brought."""
     more = f" and {len(missing) - NAMED_AT_MOST} more" if len(missing) > NAMED_AT_MOST else ""
     return (
-        f"the sync has not brought {len(missing)} of the engine's weights, or only parts of them: "
+        f"the sync brought {len(missing)} of the engine's weights not at all or only in part: "
         f"{', '.join(missing[:NAMED_AT_MOST])}{more}"
     )
 

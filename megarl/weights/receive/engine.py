@@ -79,7 +79,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         self._receiver: Receiver | None = None
         self._needs_restart: str | None = None  # the failure that left the model partly loaded
         self._loads = False  # this sync has begun to change the model
-        self._interrupted: str | None = None  # the failure of another member, after which not all buckets have come
+        self._interrupted: str | None = None  # the failure of another member, after which buckets are missing
 
     def init_transfer_engine(self, init_info: MegarlInitInfo) -> None:
         """Join the group. vLLM calls this again for every new generation.
@@ -141,10 +141,10 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
                 )
             except (SyncAborted, ConnectionLost, PeerTimeout) as error:
                 self._interrupted = str(error)
-                logger.warning("the weights of version %d have not all come: %s", update_info.version, error)
+                logger.warning("not all weights of version %d arrived: %s", update_info.version, error)
 
     def abandon(self) -> None:
-        """Give up the session, whose weights have not all come: `finish_weight_update` then ends it without effect.
+        """Abandon the session, whose weights did not all arrive: `finish_weight_update` then ends it without effect.
 
         Raises WeightSyncError if the model cannot be loaded again.
         """
@@ -158,7 +158,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         """Complete the new weights, if the model got them. Raises WeightSyncError if not all of them have come."""
         self._refuse_if_broken()
         if self._interrupted is not None:
-            raise WeightSyncError(f"the weights have not all come, so they cannot be completed: {self._interrupted}")
+            raise WeightSyncError(f"not all weights arrived, so they cannot be completed: {self._interrupted}")
         if self._loads:
             with self._breaks_model():
                 self.loader.finish()
@@ -171,7 +171,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
 
     @contextmanager
     def _breaks_model(self) -> Iterator[None]:
-        """Note that an exception of the block leaves the model partly loaded."""
+        """Record that an exception in the block leaves the model partly loaded."""
         try:
             yield
         except BaseException as error:

@@ -59,8 +59,8 @@ def _check_queue(state: Mapping[str, Any]) -> None:
     parts += [_memory(state.get(key)) for key in ("buffer_handle", "tensor_arena_handle")]
     if state.get("remote_subscribe_addr") is not None or not all(parts):
         raise pickle.UnpicklingError(
-            f"a message between an engine's workers names a queue that is not this user's on this host: {dict(state)}. "
-            "It was not opened"
+            f"a message between an engine's workers names a queue of another user or host: {dict(state)}. It was not "
+            f"opened"
         )
 
 

@@ -43,8 +43,8 @@ LiveTensor: TypeAlias = tuple[int, int, torch.Size, tuple[int, ...]]
 class ModelLoader:
     """Loads the tensors of one engine worker. One sync is `start`, `load` for every bucket, `finish`.
 
-    If any of them raises, the model is partly loaded, whichever way is taken, and of no use any more. If the buckets do
-    not all come, `abandon` ends the sync; the model is of use again after a later sync, which brings every weight.
+    If any of them raises, the model is partly loaded and unusable. If not all buckets arrive, `abandon` ends the sync;
+    the model is usable again after a later sync, which brings every weight.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class ModelLoader:
 
     @property
     def report(self) -> str:
-        """The way in which the tensors of this sync are loaded, and the backend of the experts, for the run's log."""
+        """How this sync loads tensors, and the backend of the experts, for the run's log."""
         backend = expert_backend(self._model)
         return self.way if backend is None else f"{self.way}; experts computed by {backend}"
 
     @property
     def way(self) -> str:
-        """The way in which the tensors of this sync are loaded."""
+        """How this sync loads tensors."""
         if self.obstacle is not None:
             return f"layer-wise reload: {self.obstacle}"
         if self._copies.obstacle is not None:
@@ -80,9 +80,8 @@ class ModelLoader:
         return in_place_obstacle(self._model, self._device.type)
 
     def check_next_sync(self) -> None:
-        """Let the next sync check that it brings every weight: the first of a group, whose tensors may be others.
-
-        So is the first one after a sleep, which has lost every weight, the padding of those included.
+        """Make the next sync check that it brings every weight: the first of a group, whose tensors may differ, or the
+        first after a sleep, which lost every weight and its padding.
         """
         self._check_next = True
 
@@ -174,11 +173,11 @@ class ModelLoader:
             return
         missing, self._coverage, self._check_next = self._coverage.missing(), None, False
         if missing and self._read_at_start:
-            logger.warning("%s; they keep the values that the engine has read", missing_message(missing))
+            logger.warning("%s; they keep the values that the engine read", missing_message(missing))
         elif missing:
             raise WeightSyncError(
                 f"{missing_message(missing)}; the engine started with random weights and has no others for them (if "
-                "the trainer does not hold them, set rollout.load_weights: true, with which engines read the files)"
+                f"the trainer does not hold them, set rollout.load_weights: true, so that engines read the files)"
             )
 
 
@@ -215,7 +214,7 @@ def undo_reload(model: Any, before: dict[str, LiveTensor]) -> None:  # noqa: ANN
 
 
 def put_back(module: torch.nn.Module) -> None:
-    """Give a module of a reload that has begun its live tensors and their loaders again: it takes no part any more."""
+    """Give a module of a reload that has begun its live tensors and their loaders again: it no longer takes part."""
     from vllm.model_executor.model_loader.reload.layerwise import (
         _get_original_loader,
         _place_kernel_tensors,

@@ -82,7 +82,7 @@ class Receiver:
                 del buffer_B  # its content was copied, and a large tensor needs the memory
                 on_wire += self._post_after(bucket)
                 loader.load(tensors)
-                del tensors  # or a large tensor would live until the next bucket is loaded
+                del tensors  # otherwise a large tensor would live until the next bucket is loaded
             else:
                 loader.load(tensors)
                 del tensors
@@ -162,7 +162,7 @@ class ReceiveBuffers:
         return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
 
     def release(self, buffer_B: torch.Tensor) -> None:
-        """Keep the buffer for reuse if nothing else refers to it and no other one is free; else drop it."""
+        """Keep the buffer for reuse if nothing else refers to it and no other is free; otherwise drop it."""
         self._loader.detach(buffer_B)
         if not self._free and tensors_on(buffer_B) == 1:
             self._free.append(buffer_B)

@@ -1,6 +1,5 @@
-"""The meaning of a failed weight sync: which members failed, which replicas must be replaced, and why.
-
-The leader asks: after a failure each member reports it, or answers what it was doing. The cause is found in these.
+"""Interprets a failed weight sync: which members failed, which replicas must be replaced, and why. After a failure each
+member reports it to the leader, or answers what it was doing; the cause follows from these answers.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ BEFORE_LOADING = (STAGE, "pause", "wake")  # phases in which no replica can have
 
 
 class CutShort(TimeoutError):  # noqa: N818
-    """A call that had not ended soon after the failure of another member: it may have needed longer only."""
+    """A call that had not ended soon after the failure of another member; it may only have needed longer."""
 
 
 class CallsFailed(Exception):  # noqa: N818
@@ -68,7 +67,7 @@ def explain(
     """
     group.post_abort(f"the sync failed during {phase}: {brief(error)}")
     trainers = [f"trainer rank {rank}" for rank in range(trainer_ranks)]
-    # Before its update no engine takes part in broadcasts: that it is silent then says nothing.
+    # Before its update no engine takes part in broadcasts, so its silence means nothing.
     workers = group.names[len(group.members.senders) :]
     uncalled = workers if phase in (*BEFORE_LOADING, "start") else []
     asked = [answer_key(group.stage, name) for name in (*trainers, *([] if uncalled else workers))]
@@ -120,7 +119,7 @@ def unusable(members: GroupMembers, failed_members: Sequence[str], phase: str) -
 
     Unless engines alone are known to have failed, every replica that may have begun to load is in doubt.
     """
-    if phase == STAGE:  # no replica was called: all go on with the weights they have
+    if phase == STAGE:  # no replica was called: all continue with their weights
         return ()
     failed = names_of(members, failed_members)
     in_doubt = not failed or any(name.startswith("trainer rank") for name in failed_members)
@@ -176,7 +175,7 @@ def stuck_members(waits: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """Return the members that others wait for and that do not wait themselves.
 
     `waits`: for each member that answered, whom it waits for; a silent member has no entry. A member that waits is
-    never named, so a circle of waits names nobody.
+    never named, so a circle of waits names none.
     """
     return _unique(name for names in waits.values() for name in names if not waits.get(name))
 
@@ -199,7 +198,7 @@ def waits_of(answers: Sequence[Answer], group: Sequence[str]) -> dict[str, tuple
 
 
 def _reasons(answers: Sequence[Answer], waits: Mapping[str, Sequence[str]], awaited: set[str]) -> tuple[str, ...]:
-    """Say of all who wait for one of `awaited` how long and where, and what those do that answered."""
+    """Describe how long and where members wait for one of `awaited`, and what the answering ones do."""
     lines = []
     for answer in answers:
         names = [name for name in waits[answer.member] if name in awaited]

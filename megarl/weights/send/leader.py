@@ -66,7 +66,7 @@ class EngineCalls:
         try:
             workers = call_all(replicas, "world_size", timeout_s=self._rpc_s)
         except CallsFailed as error:
-            # None waits for another one, so that each has failed by itself, but those that had no time to answer.
+            # None waits for another one, so each failed on its own, except those without time to answer.
             failed = {i: each for i, each in error.failures.items() if not isinstance(each, CutShort)}
             raise self._not_reached(error, failed) from error
         names = tuple(replica.name for replica in replicas)

@@ -21,7 +21,7 @@ def test_doctor_here(capsys: pytest.CaptureFixture[str]) -> None:
     # The imports of a run really happen.
     assert all(found[f"import {part}"]["detail"] == "works" for part in ("trainer", "engine", "pool"))
     # The lock files of this checkout are found, and compared with what is installed.
-    assert not any("alongside the package" in finding["detail"] for finding in report["findings"])
+    assert not any("next to the package" in finding["detail"] for finding in report["findings"])
 
 
 def test_doctor_fails_when_a_run_could_not_start(
@@ -78,7 +78,7 @@ def test_doctor_fails_where_the_config_needs_the_sandbox(
     ("given", "reported"),
     [
         (["--installation", "--config", "x.yaml"], "leave one out"),
-        (["reward.function=code"], "name it with --config"),
+        (["reward.function=code"], "give it with --config"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )

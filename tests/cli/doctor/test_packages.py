@@ -42,7 +42,7 @@ def test_two_owners_of_a_file_are_named(tmp_path: Path, second: str | None, leve
 @pytest.mark.parametrize(
     ("versions", "nvcc", "level", "reported"),
     [
-        ({}, True, "ok", "does without it"),
+        ({}, True, "ok", "runs without it"),
         ({"flashinfer-cubin": "0.7", "flashinfer-jit-cache": "0.7+cu130"}, True, "ok", "precompiled"),
         ({"flashinfer-cubin": "0.6.13"}, True, "fail", "flashinfer-cubin 0.6.13 next to flashinfer-python 0.7"),
         ({}, True, "warn", "compiles kernels at its start"),
@@ -56,7 +56,7 @@ def test_kernels(
     (tmp_path / "bin").mkdir()
     if nvcc:
         (tmp_path / "bin" / "nvcc").touch()
-    library = {} if reported == "does without it" else {"flashinfer-python": "0.7"}
+    library = {} if reported == "runs without it" else {"flashinfer-python": "0.7"}
     monkeypatch.setattr(packages, "installed_version", {**library, **versions}.get)
     monkeypatch.setattr(packages.shutil, "which", lambda name, path=None: "/usr/bin/ninja" if name == "ninja" else None)
     finding = packages.kernel_finding({"CUDA_HOME": str(tmp_path)})

@@ -55,7 +55,9 @@ def test_a_replica_whose_actor_has_ended_fails_its_calls_by_name(
     )
     replicas = PoolHandles(client).replicas()
     assert [each.name for each in replicas] == ["replica 0", "replica 1"]
-    with pytest.raises(ReplicaFailed, match=r"^replica 1 had ended when it was asked to world_size; see .*replica-1"):
+    with pytest.raises(
+        ReplicaFailed, match=r"^replica 1 had already ended when it was asked to world_size; see .*replica-1"
+    ):
         replicas[1].call("world_size", timeout_s=5)
 
 

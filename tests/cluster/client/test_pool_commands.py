@@ -139,7 +139,7 @@ def test_a_ray_that_cannot_be_reached_is_reported(
     [
         ({"process": ProcessId(1, -1)}, r"no run lives in .*: its supervisor \(pid 1\) has ended"),
         ({"state": "starting"}, "engines of .* are still being started"),
-        ({"state": "rebuilding"}, "is being started again: try again in a minute"),
+        ({"state": "rebuilding"}, "is restarting: try again in a minute"),
         ({"state": "stopped", "error": "asked to"}, "no run lives in .*: its pool is stopped: asked to"),
         ({"state": "failed", "host": "elsewhere"}, "no run lives in .*: its pool is failed"),
         ({"host": "node-7", "address": "127.0.0.1:6379"}, "run the command on node-7, the only host of the run"),
@@ -170,6 +170,6 @@ def test_the_list_is_a_table_or_json(
     assert capsys.readouterr().out.splitlines() == [
         "replica  node    state    devices       version  running  waiting",
         "0        node-a  serving  GPU-1, GPU-2  7        12       3",
-        "1 more were lost with their node; they are started again when there is room for them",
+        "1 more were lost with their node and restart when there is room",
         "undrain 1",
     ]

@@ -57,7 +57,7 @@ def test_the_shipped_runtime_environment_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("pip: [x]", "may hold `env_vars` only"),
+        ("pip: [x]", "may only have `env_vars`"),
         ("env_vars: {A: 1}", "must be a string; put it in quotes"),
         ("[", "cannot be read"),
     ],

@@ -253,7 +253,7 @@ def test_a_lost_node_with_engines_only_is_reported_once_and_again_when_it_is_bac
     for _ in range(3):
         agent._check_peers()
     notices = [json.loads(line)["text"] for line in notices_file(job.run_dir).read_text().splitlines()]
-    assert notices == ["node n3 is lost, silent for 1 s; the run goes on", "node n3 is back"]
+    assert notices == ["node n3 is lost, silent for 1 s; the run continues", "node n3 is back"]
     assert job.board.failure() is None
     silent.append((1, NodeRecord(1, "n1", "10.0.0.1", "running", 7)))
     agent._check_peers()

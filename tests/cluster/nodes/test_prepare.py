@@ -100,7 +100,7 @@ def test_a_damaged_exit_record_is_no_reason_to_train_again(chosen: Config) -> No
     spec = prepare(chosen, HERE, "1")
     (spec.run_dir / stopping.EXIT_FILE).write_text("{")
     word, text = status(spec)
-    assert word == "failed" and "exit.json is damaged" in text and "nobody knows how the run ended" in text
+    assert word == "failed" and "exit.json is damaged" in text and "see RUN_DIR/logs" in text
     again = prepare(chosen, HERE, "2")
     assert again.steps_before == 0 and not (spec.run_dir / stopping.EXIT_FILE).exists()
 

@@ -152,7 +152,7 @@ def test_a_state_that_cannot_be_read_does_not_end_a_living_pool(
 
     monkeypatch.setattr(launch, "read_state", read)
     handle(tmp_path).check()
-    assert "the state of the rollout pool is not known now, and is read again: [Errno 116] Stale" in caplog.text
+    assert "the state of the rollout pool cannot be read now; reading it again: [Errno 116] Stale" in caplog.text
     with pytest.raises(PoolEnded, match="its supervisor was killed"):
         replace(handle(tmp_path), process=GONE).check()
 
@@ -205,7 +205,7 @@ def test_a_wait_goes_on_while_the_state_cannot_be_read(
     launch.write_state(tmp_path, state(ProcessId.own(), state="ready", rebuilds=1, **names))
     left = failing_reads(monkeypatch, 3)
     assert launch.wait_ready(handle(tmp_path), timeout_s=30).rebuilds == 1 and not left
-    assert caplog.text.count("not known now, and is read again: [Errno 116] Stale file handle") == 1
+    assert caplog.text.count("cannot be read now; reading it again: [Errno 116] Stale file handle") == 1
     left += [OSError(errno.EIO, "Input/output error")]
     assert launch.await_rebuilt(handle(tmp_path), timeout_s=30).rebuilds == 1 and not left
     failing_reads(monkeypatch, 1000)

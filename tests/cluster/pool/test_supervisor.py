@@ -149,7 +149,7 @@ def test_no_exception_ends_the_watch_and_few_are_logged(
     monkeypatch.setattr(watched, "_watch_once", fail)
     with pytest.raises(Ended):
         watched._watch()
-    assert caplog.text.count("the watch of the supervisor failed, and goes on") == 1
+    assert caplog.text.count("the watch of the supervisor failed; it continues") == 1
 
 
 def test_a_full_disk_does_not_hide_that_the_launcher_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

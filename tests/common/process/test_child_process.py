@@ -32,9 +32,9 @@ def test_a_report_is_json_of_the_child_alone(child: ChildProcess, how: str) -> N
     ("how", "kind", "message"),
     [
         ("die", StartError, "the child ended at its start: exit code 5"),
-        ("pickle", StartError, "the child sent a message that is no answer"),
-        ("list", StartError, "the child sent a message that is no answer"),
-        ("flood", StartError, "the child sent a message of 2021161080 bytes, where 16777216 is the most at its start"),
+        ("pickle", StartError, "the child sent a message that is not an answer"),
+        ("list", StartError, "the child sent a message that is not an answer"),
+        ("flood", StartError, "the child sent a message of 2021161080 bytes, with a limit of 16777216 at its start"),
         ("problem", ValueError, "^not here$"),
     ],
 )

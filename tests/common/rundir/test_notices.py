@@ -83,7 +83,7 @@ def test_a_notice_that_the_disk_does_not_take_is_shown_with_the_next_one(
 ) -> None:
     write_notice(tmp_path / "later", "first")
     said, failed = (record.getMessage() for record in caplog.records)
-    assert said == "notice: first" and "kept for the next one: " in failed and str(tmp_path / "later") in failed
+    assert said == "notice: first" and "kept until the next one: " in failed and str(tmp_path / "later") in failed
     assert not list(tmp_path.iterdir())
     for number in range(2 * notices._MOST_WAITING):
         write_notice(tmp_path / "later", f"{number}")

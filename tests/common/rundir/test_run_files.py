@@ -35,7 +35,7 @@ def test_a_stop_file_made_by_touch_counts(tmp_path: Path) -> None:
 )
 def test_a_damaged_exit_record_is_one_message(tmp_path: Path, content: bytes) -> None:
     (tmp_path / run_files.EXIT_FILE).write_bytes(content)
-    with pytest.raises(run_files.ExitRecordError, match=r"exit\.json is damaged .* nobody knows how the run ended"):
+    with pytest.raises(run_files.ExitRecordError, match=r"exit\.json is damaged .* how the run ended is unknown"):
         run_files.read_exit(tmp_path)
 
 

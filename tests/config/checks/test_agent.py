@@ -30,13 +30,13 @@ SETS = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", "tool
         ({}, ""),
         ({"agent": {"loop": "tool_agent"}, "tools": [CALCULATOR]}, ""),
         ({"agent": {"loop": "examples.rl.agents.second_thoughts:SecondThoughts", "kwargs": {"tool": "x"}}}, ""),
-        ({"tools": [CALCULATOR]}, "tools: single_turn calls none; set agent.loop: tool_agent, or remove them"),
-        ({"agent": {"loop": "tool_agent"}}, "tools: tool_agent has none to call; list some"),
+        ({"tools": [CALCULATOR]}, "tools: single_turn calls no tools; set agent.loop: tool_agent, or remove them"),
+        ({"agent": {"loop": "tool_agent"}}, "tools: tool_agent has no tools to call; list some"),
         ({"agent": {"loop": "toolagent"}}, "agent.loop: 'toolagent' is neither single_turn, tool_agent, harness nor"),
         ({"agent": {"loop": "no_such_module_here:Loop"}}, "agent.loop: no module 'no_such_module_here'"),
         (
             {"agent": {"loop": "tool_agent", "kwargs": {"turns": 3}}, "tools": [CALCULATOR]},
-            "agent.kwargs: tool_agent takes none, its bounds are keys of `agent`",
+            "agent.kwargs: tool_agent takes none, because its bounds are keys of `agent`",
         ),
         ({"agent": HARNESS, "gateway": {"enabled": True}}, ""),
         (
@@ -53,23 +53,23 @@ SETS = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", "tool
         ),
         (
             {"agent": HARNESS | {"act_timeout_s": 600}, "gateway": GATEWAY, "timeouts": {"generate_s": 600}},
-            "agent.act_timeout_s: 600 s would never fail a sample, because a trainer that has waited "
-            "timeouts.generate_s=600 s for it ends the run; lower the first or raise the second",
+            "agent.act_timeout_s: 600 s would never fail a sample, because after timeouts.generate_s=600 s of "
+            "waiting for it the trainer ends the run; lower the first or raise the second",
         ),
         ({"agent": HARNESS | {"act_timeout_s": 599}, "gateway": GATEWAY, "timeouts": {"generate_s": 600}}, ""),
         ({"timeouts": {"generate_s": 600}}, ""),
         (
             {"agent": HARNESS, "gateway": GATEWAY | {"max_sessions": 31}, "admission": {"mode": "one_step_off"}},
-            "gateway.max_sessions: 31, but 8 groups of 4 samples may be generated at a time, each sample in a session of "  # noqa: E501
-            "its own; set it to at least 32",
+            "gateway.max_sessions: 31, but 8 groups of 4 samples may be generated at once, each sample in its own "
+            "session; set it to at least 32",
         ),
         ({"agent": HARNESS, "gateway": GATEWAY | {"max_sessions": 32}, "admission": {"mode": "one_step_off"}}, ""),
         # The pace is wrong: that is reported by the checks of `admission`.
         ({"agent": HARNESS, "gateway": GATEWAY | {"max_sessions": 1}, "admission": PACE}, ""),
         (
             {"agent": HARNESS, "gateway": GATEWAY, "ray": {"address": "10.0.0.9:6379"}},
-            "gateway.host: in a cluster that is running already (ray.address) the gateway listens at 127.0.0.1, where agents "  # noqa: E501
-            "on other nodes do not reach it; set it to the address of the gateway's node",
+            "gateway.host: in an existing cluster (ray.address) the gateway listens at 127.0.0.1, which agents on "
+            "other nodes cannot reach; set it to the address of the gateway's node",
         ),
         ({"agent": HARNESS, "gateway": GATEWAY | {"host": "10.0.0.9"}, "ray": {"address": "10.0.0.9:6379"}}, ""),
         (
@@ -78,7 +78,7 @@ SETS = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", "tool
         ),
         (
             {"agent": HARNESS, "gateway": {"enabled": True}, "tools": [CALCULATOR]},
-            "tools: agent.act brings the tools of its own; remove these",
+            "tools: agent.act has its own tools; remove these",
         ),
         (
             {"agent": {"loop": "tool_agent"}, "tools": [{"kind": "calculator"}]},
@@ -115,8 +115,8 @@ def verifiers(**kwargs: Any) -> dict[str, Any]:
         ),
         (
             {"agent": verifiers(), "gateway": GATEWAY, "timeouts": {"generate_s": 1500}},
-            "agent.kwargs.timeout_s: 1500 s would never fail a sample, because a trainer that has waited "
-            "timeouts.generate_s=1500 s for it ends the run; lower the first or raise the second",
+            "agent.kwargs.timeout_s: 1500 s would never fail a sample, because after timeouts.generate_s=1500 s of "
+            "waiting for it the trainer ends the run; lower the first or raise the second",
         ),
         ({"agent": verifiers(timeout_s=599), "gateway": GATEWAY, "timeouts": {"generate_s": 600}}, ""),
         # That bound is of `act` alone.
@@ -127,7 +127,7 @@ def verifiers(**kwargs: Any) -> dict[str, Any]:
         ),
         (
             {"agent": verifiers(), "gateway": GATEWAY, "tools": [CALCULATOR]},
-            "tools: the environment brings the tools of its own; remove these",
+            "tools: the environment has its own tools; remove these",
         ),
         ({"agent": {"loop": "x.y:Verifiers", "kwargs": {"timeout_s": 1e9}}}, "agent.loop: no module 'x'"),
     ],
@@ -163,5 +163,6 @@ def test_arguments_of_tools_and_loops_may_refer_to_secrets(tmp_path: Path, monke
         "LOOP_KEY": "agent.kwargs.key", "TOOL_TOKEN": "tools.0.kwargs.token"
     }  # fmt: skip
     assert any(
-        each.startswith("tools.0.kwargs.api_key: by its name a secret") for each in secret_problems(config, here=False)
+        each.startswith("tools.0.kwargs.api_key: its name says that it is a secret")
+        for each in secret_problems(config, here=False)
     )

@@ -66,4 +66,4 @@ def test_the_check_of_a_whole_config_refuses_them(
     with pytest.raises(ConfigError) as refused:
         check(config(models["qwen3"], data, **changes), device="cpu")
     (problem,) = [each for each in refused.value.problems if "sandbox" in each]
-    assert problem.startswith(reported) and problem.endswith("and there is none here: no bubblewrap; install it")
+    assert problem.startswith(reported) and problem.endswith("and this machine has none: no bubblewrap; install it")

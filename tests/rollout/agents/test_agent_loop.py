@@ -207,7 +207,7 @@ def test_a_state_of_another_loop_and_a_lost_turn_are_reported(config: Config) ->
             raise AssertionError
 
     runner = agent_runner(config, Lost(), toolbox_of(), ScriptedBatcher(["4"]), KeepingRewards())
-    with pytest.raises(RolloutError, match=r"sample 1:\d was to go on after turn 3"):
+    with pytest.raises(RolloutError, match=r"sample 1:\d should continue after turn 3"):
         asyncio.run(runner.run(1))
     runner = agent_runner(config, Other(), toolbox_of(), ScriptedBatcher(["4"]), KeepingRewards())
     kept = UnfinishedGroup(loops={index: FrozenLoop('{"something": 1}') for index in range(2)})

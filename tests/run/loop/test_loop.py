@@ -452,7 +452,7 @@ def test_an_evaluation_that_loses_all_engines_again_and_again_ends_the_run(
     assert "record after at 1 of version 1: ['report of version 1']" in journal_of_training(run)
     again = make_run(1)
     again.lost_before = {label: MOST_PUBLICATIONS + 1}
-    with pytest.raises(RolloutError, match=r"evaluation was begun 4 times, .*reason: replica 0 has died"):
+    with pytest.raises(RolloutError, match=r"evaluation was started 4 times, .*reason: replica 0 has died"):
         journal_of_training(again)
     version = 0 if label == "before" else 1
     assert again.journal.count(f"publish {version}") == 1 + MOST_PUBLICATIONS

@@ -66,7 +66,7 @@ def test_on_a_full_disk_the_terminal_has_the_message(tmp_path: Path, monkeypatch
     terminal = io.StringIO()
     assert FailureReport(tmp_path, rank=0).claim(ValueError("no such thing"), terminal, tmp_path / "log")
     assert terminal.getvalue().startswith("megarl: no such thing\n")
-    assert "could not all be written to" in terminal.getvalue()
+    assert "was not fully recorded in" in terminal.getvalue()
 
 
 def test_a_damaged_exit_record_is_replaced(tmp_path: Path) -> None:

@@ -157,9 +157,7 @@ def test_a_count_that_only_one_side_has_is_found(name: str, side: str) -> None:
             values[f"groups/{name}"] += 1
     totals.add(values)
     with (
-        nullcontext()
-        if name == "nothing"
-        else pytest.raises(CountersDiffer, match=r"after 5 steps .* lost, or trained")
+        nullcontext() if name == "nothing" else pytest.raises(CountersDiffer, match=r"after 5 steps .* lost or trained")
     ):
         totals.compare(5, counted)
 

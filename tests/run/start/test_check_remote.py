@@ -15,7 +15,7 @@ from tests.support.trainer.configs import config
 
 RECIPE = str(ROOT / "examples/rl/configs/qwen3_8b_gsm8k_8.yaml")
 FUNCTIONS = "tests.support.rewards.reward_functions"
-LEFT = "left to the start where the run will be: tokenizer and chat template, lengths of the prompts, weights, "
+LEFT = "not checked here, only where the run starts: tokenizer and chat template, lengths of the prompts, weights, "
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_recipe_without_its_model_and_data_says_what_was_left_out(
     monkeypatch.chdir(tmp_path)
     assert main.main(["train", "--config", RECIPE, "--dry-run"]) == 0
     message = " ".join(capsys.readouterr().out.split())
-    assert "note: reward.function: imported and not called, because data.path is not here" in message
+    assert "note: reward.function: imported but not called, because data.path is not here" in message
     assert f"note: {LEFT}the checkpoint to resume from" in message
 
 
@@ -58,7 +58,7 @@ def test_a_reward_is_called_where_the_file_of_one_of_its_sets_is_here(data: Path
     [problem] = found.problems
     assert problem.startswith("evaluation.sets.0.reward.function: a trial call of ") and "no key" in problem
     assert found.notes == [
-        "evaluation.sets.1.reward.function: imported and not called, because evaluation.sets.1.path is not here",
+        "evaluation.sets.1.reward.function: imported but not called, because evaluation.sets.1.path is not here",
         LEFT.replace("weights, ", "loop and tools of the agent, weights"),
     ]
     unasked = elsewhere_findings(config("gone", data, reward__trial_call=False, **fields))

@@ -170,7 +170,7 @@ def test_a_shipped_recipe_is_planned_without_its_files(
     device = "cuda" if chosen.trainer.device_memory_gib else detect_device()
     assert f"device path {device.upper()}" in text and f"name: {chosen.run.name}" in text
     assert f"model.path ({chosen.model.path})" in text and f"data.path ({chosen.data.path})" in text
-    assert "not here, so not checked" in text
+    assert "not on this machine, so not checked" in text
 
 
 def test_data_that_are_here_are_checked_although_the_model_is_not(

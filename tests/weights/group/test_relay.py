@@ -128,7 +128,7 @@ def test_a_member_that_has_died_is_a_closed_connection(dead: int) -> None:
 def test_a_message_of_another_size_is_refused() -> None:
     trainer, worker = joined(1, 1)
     trainer.broadcast([torch.zeros(3)], from_rank(0)).wait()
-    with pytest.raises(RuntimeError, match="has passed 12 bytes on, not 16"):
+    with pytest.raises(RuntimeError, match="relayed 12 bytes, not 16"):
         worker.broadcast([torch.zeros(4)], from_rank(0)).wait()
 
 

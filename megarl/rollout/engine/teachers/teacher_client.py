@@ -26,7 +26,7 @@ Ask = Callable[[int, Sequence[ScoreRequest]], Awaitable[list[Scored]]]
 
 
 class TeacherClient:
-    """The engines of one teacher. A group goes to the one that has the fewest tokens to score."""
+    """The engines of one teacher. A group goes to the engine with the fewest tokens to score."""
 
     def __init__(self, name: str, engines: int, ask: Ask, bound_s: float, *, by_group: bool = False) -> None:
         """`bound_s`: how long a group may wait (`timeouts.generate_s`). `by_group`: its number chooses the engine."""

@@ -1,7 +1,7 @@
 """TeacherEngine: one vLLM engine with fixed weights inside an async Ray actor. Token ids in, their log-probs out.
 
-It has no state but its weights, which it reads from the disk. So Ray itself starts a dead one again, and whoever calls
-it next has it build its engine again.
+It has no state but its weights, which it reads from the disk. So Ray itself restarts a dead one, and its next caller
+has it build its engine again.
 """
 
 from __future__ import annotations

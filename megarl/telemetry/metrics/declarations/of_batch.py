@@ -38,8 +38,7 @@ REWARD = [
         "reward/redone",
         "samples",
         "sum",
-        "Samples that were scored again because their reward process ended, answered something else or ran out of "
-        "memory.",
+        "Samples scored again because their reward process ended, ran out of memory or gave a wrong answer.",
     ),
     Metric("reward/component/{component}", "reward", "mean", "Mean of one named component of the reward."),
 ]
@@ -50,14 +49,14 @@ PROMPT_GROUPS = [
         "groups/trained",
         "groups",
         "sum",
-        "Groups that took part in the update, counted by the samples that its backward passes have gone through; also "
-        "those of a mini-batch that makes no update because no token of it has a weight.",
+        "Groups that took part in the update, counted by the samples that its backward passes went through, including "
+        "those of a mini-batch without an update because no token has a weight.",
     ),
     Metric(
         "groups/filtered",
         "groups",
         "sum",
-        "Groups dropped because all their rewards are equal, those that rollout replaced included.",
+        "Groups dropped because all their rewards are equal, including those that rollout replaced.",
     ),
     Metric("groups/dropped_stale", "groups", "sum", "Groups dropped because their oldest token was too old."),
     Metric("groups/failed", "groups", "sum", "Groups with fewer than two usable samples."),
@@ -65,9 +64,9 @@ PROMPT_GROUPS = [
         "groups/reused",
         "groups",
         "sum",
-        "Groups of earlier steps that are trained again (`admission.max_uses`): not admitted again, and part of what "
-        "describes training (`batch/*`, `policy/*`, `correction/*`, `mismatch/*`, `total/trained_*`), not of "
-        "`reward/*` and `rollout/*`.",
+        "Groups of earlier steps that are trained again (`admission.max_uses`). They are not admitted again, and "
+        "count in metrics of training (`batch/*`, `policy/*`, `correction/*`, `mismatch/*`, `total/trained_*`) but "
+        "not in `reward/*` and `rollout/*`.",
     ),
     Metric("groups/solve_all", "share", "mean", "Share of the batch's groups in which every sample is correct."),
     Metric("groups/solve_none", "share", "mean", "Share of the batch's groups in which no sample is correct."),
@@ -82,7 +81,7 @@ BATCH = [
         "sum",
         "Failed samples: engine error, NaN or -9999 log-prob, abort, no reward.",
     ),
-    Metric("batch/demonstrations", "samples", "sum", "Samples whose response was given with the data."),
+    Metric("batch/demonstrations", "samples", "sum", "Samples whose response came from the data."),
     Metric("batch/masked_samples", "samples", "sum", "Truncated samples masked from the loss."),
     Metric("batch/prompt_tokens", "tokens", "sum", "Prompt tokens of the batch."),
     Metric("batch/response_tokens", "tokens", "sum", "Response tokens of the batch."),

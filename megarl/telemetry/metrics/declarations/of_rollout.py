@@ -47,7 +47,7 @@ ROLLOUT = [
         "rollout/failed_length_mean",
         "tokens",
         "mean",
-        "Mean number of response tokens that the samples of groups had which failed in rollout, for example at their "
+        "Mean number of response tokens in the samples of groups that failed in rollout, for example at their "
         "deadline.",
         True,
     ),
@@ -66,7 +66,7 @@ ROLLOUT = [
         "rollout/idle_ratio",
         "share",
         "last",
-        "Share of the time since the batch before was complete in which no engine ran for training.",
+        "Share of the time since the previous batch was complete in which no engine ran for training.",
         True,
     ),
     Metric("rollout/engine_seconds", "s", "sum", "Wall time in which at least one engine ran for training.", True),
@@ -74,14 +74,15 @@ ROLLOUT = [
         "rollout/replica_tokens_per_second/{replica}",
         "tokens/s",
         "last",
-        "Response tokens that an engine has reported since the batch before, those of evaluations and of the gateway "
-        "included, over the time in which it had work up to its last report. None if it has reported no token; that "
-        "time counts with its next tokens.",
+        "Response tokens that an engine reported since the previous batch, including evaluations and the gateway, "
+        "over its busy time up to its last report. None without a token; the time then counts with its next tokens.",
         True,
     ),
     Metric("rollout/replica_tokens_per_second_min", "tokens/s", "min", "The same, slowest engine.", True),
     Metric("rollout/replica_tokens_per_second_max", "tokens/s", "max", "The same, fastest engine.", True),
-    Metric("rollout/continued", "responses", "sum", "Responses finished by another engine: theirs was lost.", True),
+    Metric(
+        "rollout/continued", "responses", "sum", "Responses that another engine finished because theirs was lost.", True
+    ),
     Metric("rollout/kv_usage_max", "share", "max", "Largest share of an engine's KV cache in use.", True),
     Metric("rollout/running_max", "requests", "max", "Most requests in the batch of one engine.", True),
     Metric("rollout/waiting_max", "requests", "max", "Most requests without a place in an engine's batch.", True),
@@ -93,8 +94,8 @@ ROLLOUT = [
         "rollout/prefetch_seconds",
         "s",
         "sum",
-        "Time to plan and fetch the batch in a thread, if generation runs ahead. `time/generate` contains the "
-        "part of it for which the trainer waited.",
+        "Time to plan and fetch the batch in a thread, if generation runs ahead. `time/generate` contains the part "
+        "that the trainer waited for.",
         True,
     ),
     Metric("rollout/replicas_alive", "replicas", "last", "Replicas that work.", faults=True),
@@ -102,7 +103,7 @@ ROLLOUT = [
         "rollout/rebuilds",
         "times",
         "last",
-        "How often the pool has started controller and queue again, because one of them had died.",
+        "How often the pool restarted controller and queue because one of them had died.",
         faults=True,
     ),
     Metric(
@@ -123,7 +124,7 @@ ROLLOUT = [
         "rollout/groups_redone",
         "groups",
         "sum",
-        "Groups that another agent worker went on with: theirs was lost.",
+        "Groups that another agent worker continued because theirs was lost.",
         faults=True,
     ),
     Metric("rollout/replicas_lost", "replicas", "last", "Replicas that the next publication replaces.", faults=True),
@@ -131,7 +132,7 @@ ROLLOUT = [
         "rollout/replicas_idle",
         "replicas",
         "last",
-        "Replicas that are started, wait for their first weights, or are drained (`megarl pool`).",
+        "Replicas that are starting, waiting for their first weights, or drained (`megarl pool`).",
         faults=True,
     ),
 ]
@@ -140,7 +141,10 @@ AGENT = [
     Metric("agent/turns_mean", "turns", "mean", "Turns of the model per trajectory of an agent."),
     Metric("agent/turns_max", "turns", "max", "The most turns of a trajectory."),
     Metric(
-        "agent/tool_calls_mean", "calls", "mean", "Calls of tools per trajectory, those answered with an error too."
+        "agent/tool_calls_mean",
+        "calls",
+        "mean",
+        "Calls of tools per trajectory, including those answered with an error.",
     ),
     Metric("agent/tool_errors", "calls", "sum", "Calls that were answered with an error."),
     Metric("agent/malformed_calls", "calls", "sum", "Calls that could not be read."),

@@ -8,17 +8,17 @@ from megarl.telemetry.metrics.registry import Metric
 
 EVAL = [
     Metric("eval/step", "steps", "last", "Steps done when the evaluation began."),
-    Metric("eval/version", "version", "last", "Version of the weights with which the evaluation began."),
+    Metric("eval/version", "version", "last", "Version of the weights when the evaluation began."),
     Metric("eval/oldest_version", "version", "last", "Oldest version of a token of its responses."),
     Metric(
         "eval/newest_version",
         "version",
         "last",
-        "Newest version of a token; above the oldest if the trainer went on (`evaluation.concurrent`).",
+        "Newest version of a token; above the oldest if training continued (`evaluation.concurrent`).",
     ),
     Metric("eval/{set}/greedy", "share", "last", "Mean score at temperature 0: the accuracy, unless `graded`."),
     Metric("eval/{set}/sampled", "share", "last", "mean@k at `evaluation.sampling`."),
-    Metric("eval/{set}/graded", "1", "last", "1: some score is neither 0 nor 1, so means are no accuracies."),
+    Metric("eval/{set}/graded", "1", "last", "1 if some score is neither 0 nor 1, so means are not accuracies."),
     Metric("eval/{set}/greedy_low", "share", "last", "Lower end of the 95% interval."),
     Metric("eval/{set}/greedy_high", "share", "last", "Upper end of the 95% interval."),
     Metric("eval/{set}/sampled_low", "share", "last", "Lower end of the 95% interval."),
@@ -39,17 +39,17 @@ EVAL = [
         "eval/{set}/reward_errors",
         "responses",
         "last",
-        "Greedy and sampled responses whose reward function failed; scored `reward.on_error`, 0 with `drop`.",
+        "Greedy and sampled responses whose reward function failed; scored as `reward.on_error`, 0 with `drop`.",
     ),
 ]
 
 
 MONITOR = [
-    Metric("monitor/alarms", "alarms", "sum", "Alarms in the step, those that have gone on for a while included."),
-    Metric("monitor/active", "alarms", "last", "Rules, for each replica its own, that are in alarm after the step."),
-    Metric("monitor/skipped", "steps", "sum", "1 if an alarm has kept the batch from the update."),
-    Metric("monitor/forced_syncs", "syncs", "sum", "1 if an alarm has had the weights published after the step."),
-    Metric("monitor/quarantined", "replicas", "sum", "Replicas that alarms have taken out after the step."),
+    Metric("monitor/alarms", "alarms", "sum", "Alarms in the step, including those that began earlier."),
+    Metric("monitor/active", "alarms", "last", "Rules in alarm after the step, counted per replica."),
+    Metric("monitor/skipped", "steps", "sum", "1 if an alarm skipped the batch."),
+    Metric("monitor/forced_syncs", "syncs", "sum", "1 if an alarm had the weights published after the step."),
+    Metric("monitor/quarantined", "replicas", "sum", "Replicas that alarms took out after the step."),
     Metric(
         "monitor/logprob_gap",
         "nats",
@@ -68,7 +68,7 @@ MONITOR = [
         "monitor/no_signal_share",
         "share",
         "last",
-        "Filtered groups, those that rollout replaced included, over trained and filtered ones.",
+        "Filtered groups, including those that rollout replaced, over trained and filtered ones.",
     ),
 ]
 
@@ -83,23 +83,23 @@ TOTAL = [
         "total/groups_rolled_back",
         "groups",
         "last",
-        "Groups that were started and then discarded by a resume; not in the other totals, because they are redrawn.",
+        "Groups that were started and that a resume discarded; not in the other totals, because they are drawn again.",
         faults=True,
     ),
     Metric(
         "total/failed_writes",
         "writes",
         "last",
-        "Writes of metrics, samples or the summary that the file system or a service has refused in this start of the "
-        "run; lines of `metrics.jsonl` and `samples.jsonl` wait and are written later.",
+        "Failed writes of metrics, samples or the summary to the file system or a service since this start of the "
+        "run; lines of `metrics.jsonl` and `samples.jsonl` are written later.",
         faults=True,
     ),
     Metric(
         "total/lost_events",
         "events",
         "last",
-        "Events that trainer rank 0 could not write in this start of the run, because its disk was slow, full or away; "
-        "the other processes count theirs in `RUN_DIR/events`.",
+        "Events that trainer rank 0 lost since this start of the run because its disk was slow, full or away. Other "
+        "processes count theirs in `RUN_DIR/events`.",
         True,
     ),
     Metric("total/trained_samples", "samples", "last", "Samples trained on."),

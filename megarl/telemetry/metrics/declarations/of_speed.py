@@ -9,7 +9,7 @@ SYNC = [
         "sync/seconds",
         "s",
         "sum",
-        "The attempt that published: gathers, broadcasts, loads and calls; no failed attempts, no restarts of engines.",
+        "The successful attempt: gathers, broadcasts, loads and calls, without failed attempts or restarts of engines.",
         True,
     ),
     Metric("sync/pause_seconds", "s", "sum", "From the first call of a pause to the last replica's resume.", True),
@@ -21,7 +21,7 @@ SYNC = [
         "sync/restarted_replicas",
         "replicas",
         "sum",
-        "Replicas replaced because they failed a sync, or to join its group.",
+        "Replicas replaced because they failed a sync, or failed to join its group.",
         faults=True,
     ),
 ]
@@ -32,15 +32,15 @@ TIME = [
         "time/generate",
         "s",
         "sum",
-        "Time the trainer waited for rollouts; if generation runs ahead, for the batch that a thread prepares.",
+        "Time the trainer waited for rollouts or, if generation runs ahead, for the batch that a thread prepares.",
         True,
     ),
     Metric(
         "time/queue",
         "s",
         "sum",
-        "Time the trainer waited for tags and rows, and their way to the ranks. If a thread fetches them, that wait is "
-        "part of `time/generate`.",
+        "Time the trainer waited for tags and rows and distributed them to the ranks. If a thread fetches them, this "
+        "is part of `time/generate`.",
         True,
     ),
     Metric("time/logprobs", "s", "sum", "Old-policy and reference passes.", True),
@@ -49,8 +49,7 @@ TIME = [
         "time/drain",
         "s",
         "sum",
-        "Time the trainer waited before a publication until running responses had ended; 0 with "
-        "`rollout.partial_rollout`.",
+        "Time the trainer waited before a publication for running responses to end; 0 with `rollout.partial_rollout`.",
         True,
     ),
     Metric("time/sync", "s", "sum", "Weight sync.", True),
@@ -70,7 +69,7 @@ TIME = [
         "time/eta",
         "s",
         "last",
-        "Estimated time to the end of the run, by the steps since its last start, without start-up.",
+        "Estimated time to the end of the run, from the steps since its last start, without start-up.",
         True,
     ),
 ]
@@ -114,16 +113,16 @@ PERF = [
         "perf/engine_residue_gib",
         "GiB",
         "max",
-        "With `rollout.share_gpus`: what of a GPU is in use after its engine has gone to sleep, while the trainer is "
-        "parked; on a CPU the worker's own memory, without what it had before it made the model. The largest of all.",
+        "With `rollout.share_gpus`: GPU memory in use after the engine went to sleep, while the trainer is parked; on "
+        "a CPU the worker's memory, without that before it made the model. The largest of all.",
         True,
     ),
     Metric(
         "perf/trainer_residue_gib",
         "GiB",
         "max",
-        "With `rollout.share_gpus`: what torch's allocator has of a GPU while the trainer is parked; on a CPU the "
-        "rank's own memory, without what it had before it built the policy. The largest of all ranks.",
+        "With `rollout.share_gpus`: GPU memory of torch's allocator while the trainer is parked; on a CPU the rank's "
+        "memory, without that before it built the policy. The largest of all ranks.",
         True,
     ),
 ]

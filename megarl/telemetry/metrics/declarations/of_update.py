@@ -56,7 +56,7 @@ CORRECTION = [
         "correction/masked_share",
         "share",
         "weighted",
-        "Share of tokens that take no part: outside the band of the weight, or left out by a mask.",
+        "Share of tokens outside the band of the weight or left out by a mask.",
     ),
     Metric(
         "correction/ess",
@@ -76,7 +76,7 @@ CORRECTION = [
         "correction/{mask}/rejected_share",
         "share",
         "weighted",
-        "Share of tokens that one of `algorithm.correction.masks` leaves out by itself.",
+        "Share of tokens that this one of `algorithm.correction.masks` leaves out.",
     ),
     Metric(
         "correction/{mask}/largest",
@@ -109,7 +109,7 @@ MISMATCH = [
         "mismatch/lag/{lag}/tokens",
         "tokens",
         "sum",
-        "Tokens whose weights were so many updates older than those they are compared with; the last of 16 lags has "
+        "Tokens whose weights were this many updates older than those they are compared with; the last of 16 lags has "
         "all older ones.",
     ),
     Metric("mismatch/lag/{lag}/logprob_abs_diff", "nats", "weighted", "Mean |engine - trainer| over them."),
@@ -119,7 +119,7 @@ MISMATCH = [
         "mismatch/replica/{replica}/tokens",
         "tokens",
         "sum",
-        "Tokens that the engine of this replica sampled; of 32 replicas at most.",
+        "Tokens that the engine of this replica sampled; for at most 32 replicas.",
     ),
     Metric(
         "mismatch/replica/{replica}/logprob_abs_diff",
