@@ -398,7 +398,7 @@ def test_the_ranks_learn_of_the_new_queue_when_it_is_up(tmp_path: Path, monkeypa
     assert rebuilt.partition != old.partition and rebuilt.rebuilds == 1
     rebuilt.check_parts()
     assert old.has_lost_parts(1.0) and not rebuilt.has_lost_parts(0.0)
-    assert "started again" in (tmp_path / "logs" / "notices.jsonl").read_text()
+    assert "restarting the rollout controller" in (tmp_path / "logs" / "notices.jsonl").read_text()
 
 
 def test_a_stop_ends_the_wait_for_actors_that_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
         {"trainer__gpus": 4, "trainer__parallel": {"pipeline": 4}},
         "trainer.parallel.pipeline: the first 2 layers take image features (deepstack)",
     ),
-    ("qwen2_5_vl", {"megatron__transformer": {"apply_rope_fusion": True}}, "the image positions of the first one"),
+    ("qwen2_5_vl", {"megatron__transformer": {"apply_rope_fusion": True}}, "the image positions of the first"),
 ]
 
 
