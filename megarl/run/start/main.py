@@ -24,7 +24,7 @@ from megarl.checkpoint.format.manifest import already_finished
 from megarl.checkpoint.save.directory import continues_history
 from megarl.checkpoint.save.resume_point import config_of_this_start
 from megarl.common.errors import ConfigError
-from megarl.common.process.memory_tuning import begin_start
+from megarl.common.process.memory_tuning import begin_start, use_huge_pages
 from megarl.common.process.output import redirect_output
 from megarl.common.rundir import run_files
 from megarl.common.rundir.run_lock import LAUNCH_ID_VARIABLE, Holder, RunClaim
@@ -232,6 +232,8 @@ def _train(
     platform = platforms.activate(own, expandable=not config.rollout.share_gpus)
     import torch
 
+    if not platform.is_cuda:
+        use_huge_pages()
     store = join_peers(platform.backend, config.timeouts.collective_s, config.run_dir)
     if rank == 0:
         tell_seconds_to_stop(os.environ, stop_seconds(config.launch, config.timeouts), config.timeouts.collective_s)

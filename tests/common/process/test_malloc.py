@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +49,32 @@ def _faults(setting: str) -> int:
 def test_memory_that_is_kept_is_not_cleared_again() -> None:
     assert _faults("") > PAGES / 2, "glibc by itself keeps it, so that the next line would show nothing"
     assert _faults("malloc.keep_freed_memory()") < PAGES / 20
+
+
+TENSOR = """
+import os
+from megarl.common.process.memory_tuning import use_huge_pages
+{setting}
+import torch
+tensor = torch.ones(2**26, dtype=torch.uint8)
+address = tensor.data_ptr() + 2**25
+assert "THP_MEM_ALLOC_ENABLE" not in os.environ, "engines would inherit it"
+inside = False
+for line in open("/proc/self/smaps"):
+    first, _, rest = line.partition("-")
+    if rest and set(first) <= set("0123456789abcdef"):
+        inside = int(first, 16) <= address < int(rest.split()[0], 16)
+    elif inside and line.startswith("VmFlags:"):
+        print("hg" in line.split())
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="this kernel has no huge pages on request"
+)
+@pytest.mark.parametrize(("setting", "asked"), [("", "False"), ("use_huge_pages()", "True")])
+def test_large_tensors_ask_for_huge_pages(setting: str, asked: str) -> None:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("THP_MEM_ALLOC")}
+    program = [sys.executable, "-c", TENSOR.format(setting=setting)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True, env=plain)
+    assert done.stdout.split() == [asked]
