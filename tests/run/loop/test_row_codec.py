@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from megarl.common.errors import MalformedMessage
 from megarl.run.loop.batches import _ENCODED, ROWS
 from tests.support.trainer.recorded_steps import make_batch
 
-FIRST, *OTHERS = _ENCODED.decode(ROWS.encode(make_batch(0)))
+(CONTENT, TAG), *OTHERS = _ENCODED.decode(ROWS.encode(make_batch(0)))
 
 
 def test_rows_arrive_as_they_were() -> None:
@@ -20,17 +18,17 @@ def test_rows_arrive_as_they_were() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("content", "tag"),
     [
-        {"content": b""},
-        {"content": b"x"},
-        {"content": FIRST.content[:-1]},
-        {"content": FIRST.content + b"x"},
-        {"content": b"\xff" * len(FIRST.content)},
-        {"tag": {}},
-        {"tag": {"tag": "[]"}},
+        (b"", TAG),
+        (b"x", TAG),
+        (CONTENT[:-1], TAG),
+        (CONTENT + b"x", TAG),
+        (b"\xff" * len(CONTENT), TAG),
+        (CONTENT, {}),
+        (CONTENT, {"tag": "[]"}),
     ],
 )
-def test_malformed_rows_are_refused(changes: dict[str, object]) -> None:
+def test_malformed_rows_are_refused(content: bytes, tag: dict[str, str]) -> None:
     with pytest.raises(MalformedMessage, match="a leader sent"):
-        ROWS.decode(_ENCODED.encode([replace(FIRST, **changes), *OTHERS]))  # type: ignore[arg-type]
+        ROWS.decode(_ENCODED.encode([(content, tag), *OTHERS]))
