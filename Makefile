@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-environments setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents soak test test-system test-cluster test-oracles lint docs site clean \
+.PHONY: help setup setup-test setup-environments setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents vision soak test test-system test-cluster test-oracles lint docs site clean \
         nightly nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning \
         nightly-recipes nightly-shared nightly-faults nightly-stops nightly-environments nightly-kernels nightly-upgrade nightly-hosts nightly-slurm
 
@@ -112,6 +112,10 @@ agents: setup  ## A tool agent on a CPU: a small model learns to call a calculat
 	$(PY) -m examples.quickstart --task calculator --out runs/agents/assets
 	$(VENV)/bin/torchrun --rdzv-backend megarl --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/agents_cpu.yaml
 
+vision: setup  ## A model that sees, on a CPU: it learns to read a drawn picture, up to 10 minutes on 2 cores.
+	$(PY) -m examples.quickstart --task bars --out runs/vision/assets
+	$(VENV)/bin/torchrun --rdzv-backend megarl --nproc-per-node 2 examples/rl/train_rl.py --config examples/rl/configs/vision_cpu.yaml
+
 test: setup-test  ## Every part: real Megatron, vLLM and Ray; 10 minutes on 2 cores.
 	$(PY) -m pytest -m "not slow" --ignore tests/system --ignore tests/jobs --ignore-glob 'tests/test_*.py' $(PARALLEL)
 
@@ -155,7 +159,7 @@ nightly-runs: setup-test  ## Whole runs: modes, agents, harnesses, rewards that 
 
 nightly-learning: setup-test  ## Runs that must learn, and their controls that must not; the examples; the commands of the pages.
 	$(PY) -m pytest -m slow tests/system/test_quickstart.py tests/system/test_calculator.py \
-	  tests/system/test_demonstrations.py tests/system/test_distillation.py tests/system/test_examples.py \
+	  tests/system/test_bars.py tests/system/test_demonstrations.py tests/system/test_distillation.py tests/system/test_examples.py \
 	  tests/system/test_commands_of_pages.py $(PARALLEL)
 
 nightly-recipes: setup-test  ## Every recipe's small twin, converted models, and replays under other layouts.

@@ -1,6 +1,7 @@
 """Assets of the first runs: arithmetic problems, a tokenizer trained on them, and a small supervised Qwen3 checkpoint.
 
-The quickstart's are described here, those of `make agents` in `products_task.py`.
+The quickstart's are described here, those of `make agents` in `products_task.py`, and those of
+`make vision` in `bars_task.py`.
 
 `python -m examples.quickstart --out DIR` makes all of them once, from a seed. The supervised (warm-start) corpus adds
 two-digit numbers in columns, but three of four solutions of a problem with a carry forget the carry. The checkpoint

@@ -14,6 +14,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from examples.quickstart.additions_task import AdditionsTask
+from examples.quickstart.bars_task import BarsTask
 from examples.quickstart.build import build_assets
 from examples.quickstart.demonstrations import StarterTask
 from examples.quickstart.products_task import ProductsTask
@@ -21,7 +22,7 @@ from examples.quickstart.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
 
-TASKS: dict[str, StarterTask] = {task.name: task for task in (AdditionsTask(), ProductsTask())}
+TASKS: dict[str, StarterTask] = {task.name: task for task in (AdditionsTask(), ProductsTask(), BarsTask())}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,7 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory to create")
     parser.add_argument(
         "--task", choices=TASKS, default=AdditionsTask.name,
-        help="additions: two-digit sums; calculator: products for which the model has to call a tool (%(default)s)",
+        help="additions: two-digit sums; calculator: products for which the model has to call a tool; bars: pictures "
+        "of which it has to name the longest bar (%(default)s)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of problems, initialisation and batches")
     parser.add_argument(

@@ -1,7 +1,8 @@
 """Makes the quickstart's directory atomically and only once; the same seed gives the same bytes.
 
-It holds train.jsonl, heldout.jsonl and warm_start.jsonl, model/ (checkpoint, tokenizer, chat template, generation
-config), and assets.json, which lists the files with their digests; by it a later call finds the directory complete.
+It holds train.jsonl, heldout.jsonl and warm_start.jsonl with the pictures that they name, model/ (checkpoint,
+tokenizer, chat template, generation config, settings of an image processor), and assets.json, which lists the files
+with their digests; by it a later call finds the directory complete.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from examples.quickstart.additions_task import AdditionsTask
 from examples.quickstart.demonstrations import ProblemRow, StarterTask, read_problems
+from examples.quickstart.seeing_model import build_seeing_model, save_image_processor
 from examples.quickstart.tokenizer import train_tokenizer
 from examples.quickstart.warm_start import WarmStart, build_model, warm_start
 
@@ -58,18 +60,23 @@ def build_assets(out: Path, seed: int = 0, size: WarmStart | None = None, task: 
 def _make(out: Path, seed: int, size: WarmStart, task: StarterTask) -> dict[str, Any]:
     """Write data, tokenizer and checkpoint to `out`; return the numbers for the manifest."""
     data = task.data(seed)
-    for name, rows in vars(data).items():
+    for name, rows in data.rows().items():
         _write_jsonl(out / f"{name}.jsonl", rows)
+    for name, png in data.pictures.items():
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_bytes(png)
     problems = read_problems(out)
     task.check(problems)
 
     tokenizer = train_tokenizer(task.corpus(data), task.vocabulary, task.chat_template)
-    model = build_model(tokenizer, seed)
+    model = (build_seeing_model if data.pictures else build_model)(tokenizer, seed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     logger.info("warm start: %d parameters, %d problems", parameters, len(problems["warm_start"]))
     loss = warm_start(model, tokenizer, task.demonstrations(tokenizer, data), seed, size)
     model.save_pretrained(out / "model", safe_serialization=True)
     tokenizer.save_pretrained(out / "model")
+    if data.pictures:
+        save_image_processor(out / "model")
     counts = {name: len(found) for name, found in problems.items()}
     return {"problems": counts, "parameters": parameters, "vocabulary": len(tokenizer), "loss": loss}
 

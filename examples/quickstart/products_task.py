@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast
 
-from examples.quickstart.demonstrations import Demonstration, TaskData
+from examples.quickstart.demonstrations import Demonstration, TaskData, check_apart
 from examples.quickstart.tokenizer import EOS, prompt_text
 
 TOOL = "calculator"
@@ -97,11 +97,7 @@ class ProductsTask:
 
     def check(self, problems: Mapping[str, Sequence[str]]) -> None:
         """See `StarterTask.check`."""
-        names = sorted(problems)
-        for index, first in enumerate(names):
-            for second in names[index + 1 :]:
-                if shared := set(problems[first]) & set(problems[second]):
-                    raise AssertionError(f"{first} and {second} share {len(shared)} problems, e.g. {min(shared)}")
+        check_apart(problems)
 
     def corpus(self, data: TaskData) -> Iterable[str]:
         """Yield the texts of the warm-start set, with the roles of the chat template."""

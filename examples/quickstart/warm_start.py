@@ -1,4 +1,4 @@
-"""Supervised training of a small Qwen3 (the warm start), in fp32 with plain torch and transformers.
+"""Supervised training of a small model (the warm start), in fp32 with plain torch and transformers.
 
 Shape suffixes: N sequences of the corpus, B sequences of a batch, L tokens of a padded sequence, V vocabulary.
 """
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from examples.quickstart.demonstrations import Demonstration
+from examples.quickstart.seeing_model import image_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def _parts(item: Demonstration) -> Iterator[tuple[str, bool]]:
 
 
 def warm_start(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     demonstrations: list[Demonstration],
     seed: int,
@@ -100,6 +101,8 @@ def warm_start(
     """Train `model` in place on the demonstrations; return the mean loss (nats) of the last 20 steps."""
     torch.set_num_threads(size.threads)
     ids_NL, labels_NL = encode_corpus(tokenizer, demonstrations)
+    pictures = [each.picture for each in demonstrations if each.picture]
+    seen = image_inputs(pictures, model.config.image_token_id) if pictures else None
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, size))
@@ -108,7 +111,8 @@ def warm_start(
     model.train()
     for step in range(size.steps):
         rows_B = torch.randint(len(ids_NL), (size.batch,), generator=generator)
-        logits_BLV = model(input_ids=ids_NL[rows_B], use_cache=False).logits
+        images = seen(rows_B, ids_NL[rows_B]) if seen else {}
+        logits_BLV = model(input_ids=ids_NL[rows_B], use_cache=False, **images).logits
         loss = torch.nn.functional.cross_entropy(
             logits_BLV[:, :-1].flatten(0, 1), labels_NL[rows_B][:, 1:].flatten(), ignore_index=IGNORED
         )

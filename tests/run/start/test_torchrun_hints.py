@@ -98,7 +98,7 @@ def test_ranks_know_by_which_rendezvous_torchrun_has_started_them(tmp_path: Path
 
 def test_the_documented_commands_are_those_of_the_makefile_and_no_training_is_started_by_an_open_torchrun() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target, config in (("quickstart", "quickstart_cpu"), ("agents", "agents_cpu")):
+    for target, config in (("quickstart", "quickstart_cpu"), ("agents", "agents_cpu"), ("vision", "vision_cpu")):
         [run] = re.findall(rf"^\t\$\(VENV\)/bin/(torchrun .*{config}.yaml)$", makefile, re.MULTILINE)
         assert run.startswith(f"{SAFE_TORCHRUN} --nproc-per-node 2 examples/rl/train_rl.py"), target
         if target == "quickstart":
