@@ -25,7 +25,7 @@ from megarl.common.process.processes import ProcessId, die_with, own_children, s
 from megarl.common.rundir.private_directory import name_shared_memory
 from megarl.config.schema import Config
 from megarl.models.hf.model_files import raw_config
-from megarl.models.hf.read_config import load_info
+from megarl.models.hf.read_config import load_info, sees
 from megarl.rollout.engine.engine_args import (
     RETURNS_EXPERTS,
     engine_args,
@@ -117,8 +117,8 @@ class EngineReplica:
         redirect_output(self._log_file)
         events.open_events(self.config.telemetry.events_mib, Path(spec.run_dir), replica_process(index))
         self._returns_experts = self.config.trainer.router_replay == "r3"
-        self._sees = "vision_config" in raw_config(self.config.model.path)
-        os.environ.update(engine_environment(self.config.rollout, cuda=spec.cuda, sees=self._sees))
+        self._sees = sees(raw_config(self.config.model.path))
+        os.environ.update(engine_environment(self.config.rollout, cuda=spec.cuda, model=self.config.model.path))
         name_shared_memory()
         spec.watch_supervisor()
 

@@ -17,7 +17,7 @@ from tests.support.ranks.models import models
 from tests.support.ranks.models.layouts import make_layout, use_layout
 
 
-def _expanding(mutate: Callable[[Entry], Entry]) -> Any:
+def expanding(mutate: Callable[[Entry], Entry]) -> Any:
     """Every table made inside has its entries mutated."""
     original = shards.expand
 
@@ -39,7 +39,7 @@ def _last_first(rule: str) -> Callable[[Entry], Entry]:
         if entry.rule.megatron != rule:
             return entry
         rows = [Piece(p.source, i, i + 1) for p in entry.pieces(0, 1) for i in range(p.start, p.stop)]
-        broken = replace(entry.rule, arrange=lambda info: rows[::-1], per_source=False, pad_to_tp=False)
+        broken = replace(entry.rule, arrange=lambda info: rows[::-1], per_source=False, sections=None, pad_to_tp=False)
         return replace(entry, rule=broken)
 
     return mutate
@@ -51,7 +51,7 @@ def reversed_logprobs(model_dir: str, batch: list[list[list[int]]], rules: list[
     layout, answers = make_layout(), {}
     with use_layout(layout):
         for rule in rules[rank::size]:
-            with _expanding(_last_first(rule)):
+            with expanding(_last_first(rule)):
                 info, _, chunks = models.load(model_dir, layout)
             answer = models.forward_logprobs(info, layout, chunks, batch)
             assert answer is not None
