@@ -223,7 +223,7 @@ def _write_tiny_model(directory: Path, family: str, seed: int, std: float, dims:
                 if name.endswith("dt_bias"):
                     parameter.uniform_(-2.0, 1.0)
                 if "conv1d" in name:
-                    parameter.mul_(5.0)
+                    parameter.mul_(3.0)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.normal_(0.0, std)
