@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 
+from megarl.common.process import no_torchvision
+from megarl.models.hf.model_files import raw_config
+from megarl.rollout.engine.engine_args import has_states
 from megarl.rollout.engine.engine_requests import WeightState
+from megarl.weights.receive import vllm_plugin
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -48,10 +52,13 @@ class LiveReplica:
             "disable_log_stats": True,
             "attention_config": {"backend": "CPU_MLA"},  # as in rollout/engine/engine_args.py
         }
-        self._engine: Any = self.run(self._start(arguments | engine_args), START_S)
-
-    async def _start(self, arguments: dict[str, Any]) -> Any:
         environment = dict(ENVIRONMENT)
+        if has_states(raw_config(model)):
+            arguments["enable_prefix_caching"] = False
+            environment[no_torchvision.DELTA_NET] = "1"
+        self._engine: Any = self.run(self._start(arguments | engine_args, environment), START_S)
+
+    async def _start(self, arguments: dict[str, Any], environment: dict[str, str]) -> Any:
         if self._workers > 1:  # vLLM cannot divide the cores of one NUMA node by itself
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(self._workers))
         before = {key: os.environ.get(key) for key in environment}
@@ -61,6 +68,7 @@ class LiveReplica:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            vllm_plugin.register()  # vLLM calls it once per process, which may have had an engine of another model
             transfer = WeightTransferConfig(backend="megarl")
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, weight_transfer_config=transfer))
         finally:

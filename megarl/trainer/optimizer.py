@@ -40,12 +40,16 @@ class NonFiniteError(StepRefused, FloatingPointError):
 def precision_wrap(chunk: GPTModel) -> torch.nn.Module:
     """Wrap a bf16 chunk in Float16Module; return an fp32 chunk as it is.
 
-    fp32 buffers, such as the routers' expert bias and the frequencies of a vision tower, stay fp32 with their values.
+    fp32 buffers, such as the routers' expert bias and the frequencies of a vision tower, stay fp32 with their values;
+    so do fp32 parameters.
     """
     if not chunk.config.bf16:
         return chunk
     kept = {name: buffer for name, buffer in chunk.named_buffers() if buffer.dtype == torch.float32}
+    wide = [(parameter, parameter.data) for parameter in chunk.parameters() if parameter.dtype == torch.float32]
     wrapped = Float16Module(chunk.config, chunk)
+    for parameter, data in wide:
+        parameter.data = data
     for name, buffer in kept.items():
         # Megatron converts the expert bias back to fp32 in its next forward, but from values rounded to bf16.
         owner, _, attribute = name.rpartition(".")

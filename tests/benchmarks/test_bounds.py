@@ -100,6 +100,11 @@ def weight_sync(sync: float = 1.3, digest: float = 0.3, engine: int = 228, train
     return load_script("weight_sync").make_rows(measured)
 
 
+def delta_rule(even: float = 1.01, long: float = 1.81) -> list[Ratio]:
+    ratios = {"8 x 256": even, "1 x 2048": long, "ragged": 1.0}
+    return load_script("delta_rule").rows_of({name: {"ours": [1.0], "theirs": [each]} for name, each in ratios.items()})
+
+
 # What makes the rows, and changes that are beyond a bound, with a part of the name of the row that must tell it.
 CASES: dict[Callable[..., list[Ratio]], list[tuple[dict[str, Any], str]]] = {
     async_vs_sync: [
@@ -119,6 +124,7 @@ CASES: dict[Callable[..., list[Ratio]], list[tuple[dict[str, Any], str]]] = {
         ({"seconds": 2.1}, "dense_import"), ({"moe": 3.0}, "per_byte of dense"),
         ({"private_gib": 1.6}, "dense_import_memory"),
     ],
+    delta_rule: [({"even": 0.99}, "8 x 256"), ({"long": 1.79}, "1 x 2048")],
     control_plane: [
         ({"rate": 999.0}, "rate"), ({"in_flight": 9999.0}, "in flight"), ({"cost": 0.7}, "cost"),
         ({"memory": 1.06}, "memory"),

@@ -15,7 +15,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("config-models")
     found = {
         family: make_tiny_model(root / family, family, num_hidden_layers=4)
-        for family in ("deepseek_v3", "glm4_moe", "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+        for family in (
+            "deepseek_v3",
+            "glm4_moe",
+            "llama",
+            "mixtral",
+            "qwen2",
+            "qwen3",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_moe",
+        )
     }
     found["tied"] = make_tiny_model(root / "tied", "qwen3", num_hidden_layers=4, tie_word_embeddings=True)
     found["mistral"] = make_tiny_model(root / "mistral", "mistral", num_hidden_layers=4, sliding_window=100)

@@ -97,6 +97,25 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
         36_945,
         235_093_634_560,
     ),
+    # As transformers' classes count them with their defaults, which are these models' sizes. Qwen3.5's config has the
+    # text model inside, next to a tower that is not read.
+    "Qwen3.5-9B": (
+        {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {},
+         "text_config": _config("", (32, 4096, 12288, 16, 4, 248320, 262144), full_attention_interval=4)},
+        427,
+        8_953_803_264,
+    ),
+    "Qwen3.5-35B-A3B": (
+        {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "vision_config": {},
+         "text_config": _config("", (40, 2048, 5632, 16, 2, 248320, 262144))},
+        693 + 40 * (3 * 256 - 2),
+        34_660_610_688,
+    ),
+    "Qwen3-Next-80B-A3B": (
+        _config("Qwen3NextForCausalLM", (48, 2048, 5632, 16, 2, 151936, 262144)),
+        759 + 48 * (3 * 512 - 2),
+        79_674_391_296,
+    ),
     # The language model's fields stand next to those of the tower, as published.
     "Qwen2.5-VL-7B": (
         _config("Qwen2_5_VLForConditionalGeneration", (28, 3584, 18944, 28, 4, 152064, 128000),

@@ -72,7 +72,7 @@ def stored_rows(source: HFDirectory, stored: StoredTensor, start: int, stop: int
     Raises ValueError for a rule that joins several tensors along axis 1.
     """
     entry = stored.entry
-    if entry.rule.axis == 1 and stored.half is None:
+    if entry.rule.axis == 1:
         if len(entry.names) > 1:
             raise ValueError(f"{entry.megatron}: several tensors joined along axis 1 are not supported")
         return source.rows(entry.names[0], start, stop).to(dtype)
@@ -113,7 +113,7 @@ class HFToMegatron:
         self.dtype = dtype
         self.stored = [each for parts in stored_tensors(source.entries).values() for each in parts]
         self._dtypes = {
-            each.key: torch.float32 if each.entry.rule.buffer else dtype or self._own_dtype(each)
+            each.key: torch.float32 if each.entry.rule.stays_fp32 else dtype or self._own_dtype(each)
             for each in self.stored
         }
         total = sum(self._dtypes[each.key].itemsize * torch.Size(each.shape).numel() for each in self.stored)
@@ -187,7 +187,10 @@ class HFToMegatron:
         return f"{len(self.stored)} keys in {len(self.units)} shards{note and f' ({note})'}"
 
     def _own_dtype(self, stored: StoredTensor) -> torch.dtype:
-        names = stored.entry.names if stored.half is None else stored.entry.names[stored.half : stored.half + 1]
+        names = stored.entry.names
+        if stored.suffix:
+            pieces = source_pieces(stored, 0, stored.shape[0])
+            names = tuple(names[source] for source in {piece.source for piece in pieces if piece.source is not None})
         dtypes = {self.source.dtype(name): name for name in names}
         if len(dtypes) > 1:
             mixed = ", ".join(f"{name} in {self.source.file(name)} is {dtype}" for dtype, name in dtypes.items())

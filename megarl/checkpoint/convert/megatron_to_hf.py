@@ -37,7 +37,7 @@ class MegatronToHF:
 
         def target(name: str) -> ExportedTensor:
             first = self._fused[name].parts[0][0] if name in self._fused else name
-            keeps = dtype is None or source.stored(first).entry.rule.buffer
+            keeps = dtype is None or source.stored(first).entry.rule.stays_fp32
             shape = self._fused[name].shape if name in self._fused else source.shape(name)
             return ExportedTensor(name, shape, source.dtype(first) if keeps or dtype is None else dtype, 0)
 

@@ -117,8 +117,8 @@ def compare(one: HFTensors, other: HFTensors, report: Callable[[int], None] = la
     names, own, others = one.names(), set(one.names()), set(other.names())
     result = Comparison(missing=[name for name in names if name not in others])
     result.unexpected = [name for name in other.names() if name not in own]
-    # A checkpoint stores buffers in fp32, whatever dtype the files have, so only their values are compared.
-    buffers = {name for entry in one.entries.values() if entry.rule.buffer for name in entry.names}
+    # A checkpoint stores them in fp32, whatever dtype the files have, so only their values are compared.
+    wide = {name for entry in one.entries.values() if entry.rule.stays_fp32 for name in entry.names}
     for model in (one, other):
         if isinstance(model, HFDirectory) and model.left_out:
             result.left_out.append(f"{model.path}: {left_out_note(model.left_out, model.info)}")
@@ -130,7 +130,7 @@ def compare(one: HFTensors, other: HFTensors, report: Callable[[int], None] = la
             result.mismatched.append(f"{name}: {kinds[0]} and {kinds[1]}")
             continue
         deltas = list(_deltas(one, other, name, report))
-        if one.dtype(name) != other.dtype(name) and not (name in buffers and not any(deltas)):
+        if one.dtype(name) != other.dtype(name) and not (name in wide and not any(deltas)):
             result.mismatched.append(f"{name}: {kinds[0]} and {kinds[1]}, max |Δ| {_worst(deltas):.3e}")
         elif any(deltas):
             result.differing.append((name, _worst(deltas)))

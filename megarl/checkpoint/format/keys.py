@@ -1,10 +1,10 @@
 """The keys of a checkpoint and the Megatron parameter that each holds, computed from a family's mapping table alone.
 
 The keys are those that a Transformer Engine model writes under Megatron-Core's `singleton_local_shards`: one per layer
-and per expert; the norm before a column-parallel layer is fused into that layer's name; gate and up are separate. They
-do not depend on the layout or the layer spec, so local, Transformer Engine, sequential and grouped models share one
-checkpoint. A key's tensor is the whole Megatron parameter, with the vocabulary unpadded or padded (rows beyond the
-vocabulary have no meaning).
+and per expert; the norm before a column-parallel layer is fused into that layer's name; gate and up are separate, and
+so are the sections of a Gated DeltaNet's projection. They do not depend on the layout or the layer spec, so local,
+Transformer Engine, sequential and grouped models share one checkpoint. A key's tensor is the whole Megatron parameter,
+with the vocabulary unpadded or padded (rows beyond the vocabulary have no meaning).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from megarl.models.architecture.mapping import FUSED_NORMS, Entry
 from megarl.models.hf.directory import listed
 
 _LAYER = re.compile(r"^(decoder\.layers\.\d+\.)(.*)$")
-GATE_UP = ("_w", "_v")  # Megatron-Core's suffixes of the halves of a gated linear_fc1
 
 SCHEME_VERSION = 1
 
@@ -39,36 +38,29 @@ def content_metadata() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A key of a checkpoint, which holds rows of the full (one-rank) Megatron parameter `entry`.
+    """A key of a checkpoint, which holds the full (one-rank) Megatron parameter `entry`, or a section of its rows.
 
-    `half`: 0 for the gate rows and 1 for the up rows of a gated layer (each is a Hugging Face tensor of its own), None
-    for the whole parameter.
+    `start`: the section's first row; `suffix`: the ending of its key.
     """
 
     key: str
     shape: tuple[int, ...]
     entry: Entry
-    half: int | None
+    start: int = 0
+    suffix: str = ""
 
 
 def stored_tensors(entries: dict[str, Entry]) -> dict[str, list[StoredTensor]]:
     """Return the keys of every parameter of a family's table, by canonical name, in layer order."""
     stored: dict[str, list[StoredTensor]] = {}
     for name, entry in entries.items():
-        key = _key(name, entries)
-        if is_gated(entry):
-            stored[name] = [
-                StoredTensor(key + suffix, shape, entry, half)
-                for half, (suffix, shape) in enumerate(zip(GATE_UP, entry.shapes, strict=True))
-            ]
-        else:
-            stored[name] = [StoredTensor(key, entry.shard_shape(0, 1), entry, None)]
+        key, shape, start = _key(name, entries), entry.shard_shape(0, 1), 0
+        stored[name] = []
+        for suffix, rows in entry.sections.items():
+            stored[name].append(StoredTensor(key + suffix, (rows, *shape[1:]), entry, start, suffix))
+            start += rows
+        stored[name] = stored[name] or [StoredTensor(key, shape, entry)]
     return stored
-
-
-def is_gated(entry: Entry) -> bool:
-    """Return whether the parameter is stored as two tensors, gate and up."""
-    return entry.rule.per_source and len(entry.names) == 2
 
 
 def is_model_key(key: str) -> bool:

@@ -137,26 +137,30 @@ class MegatronDirectory:
         return self.index[self.stored(name).key].dtype
 
     def stored(self, name: str) -> StoredTensor:
-        """Return the stored tensor that contains a Hugging Face tensor."""
-        _, source, parts = self._sources[name]
-        return parts[source] if len(parts) > 1 else parts[0]
+        """Return the stored tensor that a Hugging Face tensor is part of; of several, that with its first rows."""
+        entry, source, parts = self._sources[name]
+        if len(parts) == 1:
+            return parts[0]
+        place, _, _ = min(segments(entry, source, 0, 1), key=lambda each: each[1])
+        return next(part for part in reversed(parts) if part.start <= place)
 
     def rows(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> torch.Tensor:
         """Return rows [start, stop) along axis 0 of a Hugging Face tensor; a view if they are contiguous in a file.
 
         `columns`: the part of them along axis 1.
         """
-        stored = self.stored(name)
-        entry, source, _ = self._sources[name]
-        if entry.rule.axis == 1 and stored.half is None and len(entry.names) > 1:
-            raise ValueError(f"{entry.megatron}: several tensors joined along axis 1 are not supported")
-        if entry.rule.axis == 1 or stored.half is not None:
-            return self.stored_rows(stored.key, start, stop, columns)
+        entry, source, stored = self._sources[name]
+        if entry.rule.axis == 1:
+            if len(entry.names) > 1:
+                raise ValueError(f"{entry.megatron}: several tensors joined along axis 1 are not supported")
+            return self.stored_rows(stored[0].key, start, stop, columns)
         parts = []
         for offset, first, last in sorted(segments(entry, source, 0, 1), key=lambda each: each[1]):
-            low, high = max(start, first), min(stop, last)
-            if low < high:
-                parts.append(self.stored_rows(stored.key, offset + low - first, offset + high - first, columns))
+            for each in stored:
+                moved = offset - first - each.start  # from a row of the tensor to that of the section
+                low, high = max(start, first, -moved), min(stop, last, each.shape[0] - moved)
+                if low < high:
+                    parts.append(self.stored_rows(each.key, low + moved, high + moved, columns))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def stored_rows(self, key: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> torch.Tensor:
@@ -190,9 +194,9 @@ class MegatronDirectory:
         return out
 
     def will_need(self, name: str, start: int, stop: int) -> None:
-        """Ask the kernel to read the chunks of these rows ahead; does nothing for parts of fused tensors (QKV)."""
+        """Ask the kernel to read the chunks of these rows ahead, if a stored tensor has just these rows."""
         stored = self.stored(name)
-        if len(stored.entry.names) == 1 or stored.half is not None:
+        if stored.shape == self.shape(name):
             for chunk in self.index[stored.key].chunks:
                 if chunk.offsets[0] < stop and chunk.offsets[0] + chunk.sizes[0] > start:
                     self._file(chunk.file).will_need(chunk.begin, chunk.begin + chunk.length)
@@ -244,9 +248,7 @@ def _chunk(step: Path, metadata: Metadata, key: str, chunk: ChunkStorageMetadata
 
 def source_pieces(stored: StoredTensor, start: int, stop: int) -> list[Piece]:
     """Return the Hugging Face rows that make up rows [start, stop) of a stored tensor."""
-    if stored.half is not None:
-        return [Piece(stored.half, start, stop)]
-    return cut(stored.entry.pieces(0, 1), start, stop)
+    return cut(stored.entry.pieces(0, 1), stored.start + start, stored.start + stop)
 
 
 def copy_pieces(target: torch.Tensor, entry: Entry, pieces: Iterable[Piece], source: HFTensors) -> int:

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensorFactory
 
-from megarl.checkpoint.format.keys import GATE_UP, StoredTensor, stored_tensors
+from megarl.checkpoint.format.keys import StoredTensor, stored_tensors
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.megatron.shards import Shard, local_shards, table
 
@@ -20,8 +20,8 @@ def model_sharded_state_dict(
     """Return this rank's parameters for `megatron.core.dist_checkpointing.save` and `load`, by canonical name.
 
     `chunks` may be wrapped in DDP and Float16Module. `.data` of each value is the parameter itself, as Megatron's
-    optimizers need; gated layers are factories. `load` writes into the parameters in place. Raises ValueError for a
-    parameter that the family's table does not cover.
+    optimizers need; parameters with sections are factories. `load` writes into the parameters in place. Raises
+    ValueError for a parameter that the family's table does not cover.
     """
     entries = table(info)
     stored = stored_tensors(entries)
@@ -32,14 +32,15 @@ def _sharded(shard: Shard, stored: list[StoredTensor]) -> ShardedTensor | Sharde
     replica = _replica(shard)
     if len(stored) == 1:
         return _sharded_tensor(stored[0].key, shard.parameter, shard, replica)
-    base = stored[0].key.removesuffix(GATE_UP[0])
+    base = stored[0].key.removesuffix(stored[0].suffix)
 
     def build(
         key: str, data: torch.Tensor, replica_id: ReplicaId, flattened_range: slice | None
     ) -> list[ShardedTensor]:
-        halves = torch.chunk(data.detach(), 2)
+        sections = data.detach().split([each.shape[0] // shard.size for each in stored])
         return [
-            _sharded_tensor(key + suffix, half, shard, replica_id) for suffix, half in zip(GATE_UP, halves, strict=True)
+            _sharded_tensor(key + each.suffix, section, shard, replica_id)
+            for each, section in zip(stored, sections, strict=True)
         ]
 
     return ShardedTensorFactory(base, shard.parameter, build, torch.cat, replica)

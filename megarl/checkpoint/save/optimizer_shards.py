@@ -113,12 +113,26 @@ def set_step(adam: torch.optim.Optimizer, step: int) -> None:
 
 
 def _of_distributed(optimizer: DistributedOptimizer) -> Iterator[OwnedRange]:
-    """Yield the ranges of parameters that a rank of the distributed optimizer owns."""
+    """Yield the ranges of parameters that a rank of the distributed optimizer owns.
+
+    Megatron-Core's own function takes another parameter's state where a group has fp32 and bf16 parameters.
+    """
+    pairs = (
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+    )
+    mains = {
+        id(parameter): main
+        for models, shards in pairs
+        for group in zip(models, shards, strict=True)
+        for parameter, main in zip(*group, strict=True)
+    }
     for range_maps in optimizer.gbuf_ranges:
         for buckets in range_maps.values():
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
-                    tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+                    main = mains[id(parameter)]
+                    tensors = {"param": main, **optimizer.optimizer.state[main]}
                     yield OwnedRange(parameter, ranges["param"].start, ranges["param"].end, tensors)
 
 

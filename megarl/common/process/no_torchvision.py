@@ -2,7 +2,7 @@
 
 transformers then takes Pillow's image processor, and two things are missing, each of which one function replaces.
 They hold for vLLM 0.32 and transformers 5.19. Every process of an engine needs them, also the one in which vLLM looks
-at a model's class, so vLLM's plugin applies them where `VARIABLE` is set.
+at a model's class, so vLLM's plugin applies them where one of the variables is set.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import sys
 from types import SimpleNamespace
 
 VARIABLE = "MEGARL_VISION"  # in the environment of an engine with a vision model
+# The same with Gated DeltaNet layers: vLLM has its text models in the module of its vision models.
+DELTA_NET = "MEGARL_DELTA_NET"
 VERSIONS = {"vllm": "0.32", "transformers": "5.19"}
 
 

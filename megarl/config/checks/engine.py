@@ -92,6 +92,15 @@ def engine_key_problems(info: ModelInfo) -> Iterator[str]:
             )
 
 
+def delta_net_problems(info: ModelInfo, *, recompute_kv: bool) -> Iterator[str]:
+    """Yield a problem if engines would go on from states that other weights have made."""
+    if info.delta and not recompute_kv:
+        yield (
+            "weight_sync.recompute_kv: the states of DeltaNet layers would stay those of the old weights for good, and "
+            "so would cached prefixes; set it to true"
+        )
+
+
 def head_size_problems(info: ModelInfo, device: str) -> Iterator[str]:
     """Yield a problem if vLLM has no attention for the model's heads. On GPUs one of its backends takes any size."""
     if device == "cpu" and info.mla is None and info.head_dim not in CPU_HEAD_SIZES:

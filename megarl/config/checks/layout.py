@@ -68,6 +68,9 @@ def model_problems(
         latent = info.mla.kv_rank + info.mla.rotated
         sizes += [("latent key and value channels", latent, tensor, "trainer.parallel.tensor")]
         sizes += [("latent query channels", info.mla.query_rank or tensor, tensor, "trainer.parallel.tensor")]
+    if info.delta:
+        sizes += [("DeltaNet key heads", info.delta.key_heads, tensor, "trainer.parallel.tensor")]
+        sizes += [("DeltaNet key heads", info.delta.key_heads, engine, "rollout.tensor_parallel")]
     if info.shared_ffn:
         sizes += [("shared experts' MLP columns", info.shared_ffn, tensor, "trainer.parallel.tensor")]
         sizes += [("shared experts' MLP columns", info.shared_ffn, engine, "rollout.tensor_parallel")]
@@ -82,6 +85,11 @@ def model_problems(
             )
     if not any(layout_problems(trainer)):
         yield from _stage_problems(trainer, megatron, info)
+    if info.delta and parallel.context > 1:
+        yield (
+            "trainer.parallel.context: the states of Gated DeltaNet layers need whole sequences; use tensor or "
+            "pipeline parallelism"
+        )
     if info.vision and parallel.context > 1:
         yield "trainer.parallel.context: a model that sees needs whole sequences; use tensor or pipeline parallelism"
     if info.vision and megatron.transformer.get("apply_rope_fusion"):

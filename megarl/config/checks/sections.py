@@ -18,7 +18,13 @@ from typing import Literal
 from megarl.common.errors import ConfigError
 from megarl.config.checks import layout
 from megarl.config.checks.agent import agent_problems, import_path_problems, sandbox_problems
-from megarl.config.checks.engine import engine_key_problems, engine_problems, head_size_problems, liveness_problems
+from megarl.config.checks.engine import (
+    delta_net_problems,
+    engine_key_problems,
+    engine_problems,
+    head_size_problems,
+    liveness_problems,
+)
 from megarl.config.checks.secrets import secret_problems
 from megarl.config.checks.shared_gpus import shared_gpus_problems
 from megarl.config.checks.teachers import teacher_problems
@@ -109,6 +115,7 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
         _shape(config.model, info),
         head_size_problems(info, device),
         engine_key_problems(info),
+        delta_net_problems(info, recompute_kv=config.weight_sync.recompute_kv),
         layout.model_problems(config.trainer, config.megatron, config.rollout, info),
         layout.router_replay_problems(config, info),
         _lengths(config, info),

@@ -17,7 +17,7 @@ from megarl.config.memory_plan.parameters import (
     padded_vocabulary,
 )
 from megarl.config.schema import CPU_KV_CACHE_GIB, Config, Recompute, WeightSyncConfig
-from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.architecture.architecture import DeltaNet, ModelInfo
 
 # Estimates, to be replaced by measurements: CUDA context, cuBLAS workspaces, fragmentation, and the buffers of each
 # NCCL communicator, of which a trainer rank has up to ten; an engine has fewer, and CUDA graphs instead.
@@ -197,7 +197,7 @@ def engine_memory(
     rollout = config.rollout
     element = {"auto": bytes_per_element(config.trainer.precision), "bfloat16": 2, "float32": FP32}[rollout.dtype]
     ranks = rollout.tensor_parallel
-    per_token = info.num_layers * _cached_channels(info, ranks) * element
+    per_token = info.attention_layers * _cached_channels(info, ranks) * element
     weights = model_parameters(info)[0] * bytes_per_element(config.trainer.precision)  # that a sync sends
     terms = [Term("weights", model_parameters(info)[0] * element // ranks)]
     batched = int(rollout.engine_kwargs.get("max_num_batched_tokens") or ENGINE_BATCHED_TOKENS)
@@ -205,12 +205,15 @@ def engine_memory(
     working = min(batched, max(max_model_len, rollout.max_num_seqs)) * _engine_working_set(info, ranks) * element
     terms.append(Term("forward", int(working), "generate", note="estimate"))
     terms.append(Term("logits", rollout.max_num_seqs * columns * ranks * FP32 * 2, "generate"))
+    states = rollout.max_num_seqs * _delta_state(info.delta, element) // ranks if info.delta else 0
+    if states:
+        terms.append(Term("DeltaNet states", states, note=f"of {rollout.max_num_seqs} requests"))
     # vLLM does not know of these two: they come on top of its share of the memory.
     bucket = min(int(config.weight_sync.bucket_mb * MIB), weights)
     terms.append(Term("sync buckets", ENGINE_SYNC_BUCKETS * bucket, "sync"))
     terms.append(Term("reload", _reloaded(info, ranks) * element, "sync"))
     if not cuda:
-        cache = CPU_KV_CACHE_GIB * GIB
+        cache = CPU_KV_CACHE_GIB * GIB - states  # vLLM keeps the states in its cache
         terms.append(Term("KV cache", cache))
         return EngineMemory(Memory(tuple(terms), limit), cache // per_token, per_token)
     terms.append(Term("CUDA, NCCL and graphs", ENGINE_OVERHEAD, note="estimate"))
@@ -220,6 +223,12 @@ def engine_memory(
     cache = max(0, int(limit * rollout.gpu_memory_utilization) - used)
     terms.append(Term("KV cache", cache, note=f"the rest of {rollout.gpu_memory_utilization:.0%}"))
     return EngineMemory(Memory(tuple(terms), limit), cache // per_token, per_token)
+
+
+def _delta_state(delta: DeltaNet, element: int) -> int:
+    """Return the bytes that an engine keeps of a request in all DeltaNet layers, whatever its length."""
+    convolution = (delta.conv - 1) * (2 * delta.keys + delta.values) * element
+    return sum(delta.layers) * (delta.state * FP32 + convolution)
 
 
 def _cached_channels(info: ModelInfo, ranks: int) -> int:

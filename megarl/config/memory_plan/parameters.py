@@ -22,13 +22,14 @@ from typing import Any, Literal, TypeAlias
 from megarl.config.derived.teachers import trainer_teachers
 from megarl.config.megatron.reserved import ddp_fields, transformer_fields
 from megarl.config.schema import Config, MegatronConfig, TrainerConfig, WeightSyncConfig
-from megarl.models.architecture.architecture import LatentAttention, ModelInfo
+from megarl.models.architecture.architecture import DELTA_CHUNK, DeltaNet, LatentAttention, ModelInfo
 from megarl.models.families import FAMILIES
 from megarl.models.families.vision import PROJECTOR
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.layout import Layout
 
 FP32 = 4
+CHUNK_ROWS = 1.25  # rows of the delta rule's chunks per token, as sequences end inside them. An estimate
 Trained: TypeAlias = Literal["none", "projector", "all"]  # what of a vision tower is
 
 
@@ -59,9 +60,11 @@ def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) ->
     hidden, tensor, layers = info.hidden, layout.tensor, layout.chunk_layers(info.num_layers, stage, chunk)
     mixtures = sum(map(info.is_moe_layer, layers))
     attention = _latent_attention(info, info.mla, tensor) if info.mla else _attention(info, tensor)
-    held = len(layers) * (attention + 2 * hidden)  # with both norms
+    delta = _delta_net(info.delta, hidden, tensor) if info.delta else 0
+    held = sum((delta if info.is_delta_layer(each) else attention) + 2 * hidden for each in layers)  # with both norms
     held += (len(layers) - mixtures) * 3 * (info.ffn // tensor) * hidden
-    held += mixtures * ((info.num_experts or 0) + 3 * (info.shared_ffn // tensor)) * hidden  # router, shared experts
+    router = (info.num_experts or 0) + info.shared_expert_gate
+    held += mixtures * (router + 3 * (info.shared_ffn // tensor)) * hidden  # router, shared experts
     embedding = padded_vocabulary(info, tensor) // tensor * hidden
     embeds = stage == 0 and chunk == 0
     held += embedding + tower_parameters(info, "all") if embeds else 0
@@ -84,9 +87,15 @@ def tower_parameters(info: ModelInfo, trained: Trained) -> int:
 def _attention(info: ModelInfo, tensor: int) -> int:
     """Return the parameters of grouped-query attention on one rank."""
     q, kv = info.heads * info.head_dim, info.kv_heads * info.head_dim
-    held = (2 * q + 2 * kv) // tensor * info.hidden
+    held = ((3 if info.attention_gate else 2) * q + 2 * kv) // tensor * info.hidden
     held += (q + 2 * kv) // tensor if info.qkv_bias else 0
     return held + (2 * info.head_dim if info.qk_norm else 0)
+
+
+def _delta_net(delta: DeltaNet, hidden: int, tensor: int) -> int:
+    """Return the parameters of a Gated DeltaNet layer on one rank."""
+    held = (2 * delta.keys + 3 * delta.values + 2 * delta.value_heads) // tensor * hidden
+    return held + ((2 * delta.keys + delta.values) * delta.conv + 2 * delta.value_heads) // tensor + delta.value_dim
 
 
 def _latent_attention(info: ModelInfo, mla: LatentAttention, tensor: int) -> int:
@@ -205,7 +214,9 @@ class TrainerRank:
         passed = self.transformer
         selective = passed.get("recompute_granularity") == "selective"
         modules = set(passed.get("recompute_modules") or ["core_attn"]) if selective else set()
-        if self.info.mla:
+        if self.info.delta and self.info.is_delta_layer(layer):
+            total = _delta_net_bytes(sizes, self.info.delta, self.layout.tensor)
+        elif self.info.mla:
             total = _latent_attention_bytes(sizes, self.info.mla, "core_attn" in modules)
         else:
             total = _attention_bytes(sizes, self.info, "core_attn" in modules)
@@ -229,7 +240,9 @@ class TrainerRank:
         """
         sizes, info = _Sizes.of(self), self.info
         attention = _attention_bytes(sizes, info, False)
-        if info.mla:
+        if info.delta and info.is_delta_layer(layer):
+            attention = _delta_net_bytes(sizes, info.delta, self.layout.tensor, rows=1.0)
+        elif info.mla:
             attention = _latent_attention_bytes(sizes, info.mla, False)
         elif info.qk_norm and not sizes.norm_is_one_function:
             attention -= (sizes.q + sizes.kv) * FP32  # the normalised queries and keys end before attention begins
@@ -434,6 +447,8 @@ def _attention_bytes(sizes: _Sizes, info: ModelInfo, recompute_core: bool) -> fl
             kept += sizes.q * element + (sizes.q + sizes.kv) / sizes.head * FP32  # keys are a view of the projection
         else:
             kept += (sizes.q + sizes.kv) * (element + FP32)
+    if info.attention_gate:
+        kept += sizes.q * (2 * element + FP32)  # the gate, its sigmoid, and the product
     if not sizes.fused:
         kept += 4 * sizes.head * element  # cosines and sines
     if sizes.context > 1 and not sizes.fused:
@@ -443,6 +458,24 @@ def _attention_bytes(sizes: _Sizes, info: ModelInfo, recompute_core: bool) -> fl
     # The attention's output, and (unfused) the outputs of the sequences concatenated for the projection.
     outputs = 1 if sizes.fused or recompute_core else 2
     return kept + outputs * sizes.q * element + (0 if recompute_core else sizes.q / sizes.head * FP32)
+
+
+def _delta_net_bytes(sizes: _Sizes, delta: DeltaNet, tensor: int, rows: float = CHUNK_ROWS) -> float:
+    """Return the bytes that a Gated DeltaNet layer keeps, without its norm. With fla's kernels it is an estimate."""
+    element, heads, groups = sizes.element, delta.value_heads // tensor, delta.key_heads // tensor
+    keys, values = delta.keys // tensor, delta.values // tensor
+    mixed = 2 * keys + values
+    kept: float = (mixed + values + 2 * heads) * element  # the projection
+    kept += values * (3 * element + 2 * FP32)  # the norm, its scaled result, the gate's SiLU, and their product
+    if sizes.fused:
+        return kept + (2 * mixed + heads * DELTA_CHUNK) * element
+    kept += delta.conv * mixed * element  # the earlier tokens for the convolution, and its result
+    kept += 2 * keys * FP32 + (0 if element == FP32 else (2 * keys + values) * FP32)  # the normalised, and fp32 copies
+    # Inside a chunk: 4 matrices of a value head, 2 of a key head; right sides, solutions, queries, keys, additions.
+    inside: float = (4 * heads + 2 * groups) * DELTA_CHUNK
+    inside += 2 * heads * (delta.value_dim + delta.key_dim) + 2 * heads * delta.key_dim + 2 * keys + values
+    inside += heads * delta.key_dim * delta.value_dim / DELTA_CHUNK  # the states between chunks
+    return kept + rows * inside * FP32
 
 
 def _latent_attention_bytes(sizes: _Sizes, mla: LatentAttention, recompute_core: bool) -> float:

@@ -22,6 +22,36 @@ class LatentAttention:
     norm_eps: float  # of the two norms inside attention; the layers' norms have ModelInfo.norm_eps
 
 
+DELTA_CHUNK = 64  # tokens that the gated delta rule takes at a time: the products inside grow by its square
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Which layers are Gated DeltaNet (arXiv 2412.06464) instead of attention, and the sizes of these."""
+
+    layers: tuple[bool, ...]
+    key_heads: int
+    value_heads: int  # a multiple of key_heads
+    key_dim: int  # channels of a key head
+    value_dim: int
+    conv: int  # tokens that the convolution before the rule sees
+
+    @property
+    def keys(self) -> int:
+        """Channels of all key heads, which are as many as those of all queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Channels of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def state(self) -> int:
+        """Elements of a sequence's state in one layer, that of the convolution not included."""
+        return self.values * self.key_dim
+
+
 @dataclass(frozen=True)
 class VisionTower:
     """The vision tower of a model that sees, and how images enter its language model.
@@ -82,6 +112,10 @@ class ModelInfo:
     router_groups: tuple[int, int] | None = None  # (groups of experts, groups that a token may use); None = no groups
     router_scale: float = 1.0  # factor on the chosen experts' weights
     expert_bias: bool = False  # a bias is added to the scores that choose the experts, not to their weights
+    shared_expert_gate: bool = False  # each token weighs the shared experts by a sigmoid
+    attention_gate: bool = False  # each query head has a gate, whose sigmoid multiplies attention's output
+    zero_centered_norms: bool = False  # norms multiply by 1 + weight; that inside a DeltaNet layer does not
+    delta: DeltaNet | None = None
     mla: LatentAttention | None = None  # if set, head_dim is plain + rotated and kv_heads equals heads
     predict_layers: int = 0  # layers of the files that predict later tokens (MTP); not part of the model
     window: int | None = None  # sliding window: keys that a query sees, its own included; None = all before it
@@ -92,6 +126,15 @@ class ModelInfo:
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether global layer `layer` (counted from 0) is a mixture of experts."""
         return bool(self.moe_layers) and self.moe_layers[layer]
+
+    def is_delta_layer(self, layer: int) -> bool:
+        """Return whether global layer `layer` (counted from 0) is Gated DeltaNet."""
+        return self.delta is not None and self.delta.layers[layer]
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with attention."""
+        return self.num_layers - (sum(self.delta.layers) if self.delta else 0)
 
     @property
     def dims(self) -> dict[str, int]:
@@ -106,6 +149,9 @@ class ModelInfo:
             "kv": self.kv_heads * self.head_dim,
             "head_dim": self.head_dim,
             "shared_ffn": self.shared_ffn,
+            "one": 1,
+            "q_gated": 2 * self.heads * self.head_dim,
+            **self._delta_dims,
             **self._latent_dims,
             **self._vision_dims,
         }
@@ -114,6 +160,21 @@ class ModelInfo:
     def value_dim(self) -> int:
         """Channels per head of the values and of attention's output."""
         return self.mla.value if self.mla else self.head_dim
+
+    @property
+    def _delta_dims(self) -> dict[str, int]:
+        delta = self.delta
+        if delta is None:
+            return {}
+        return {
+            "delta_mixed": 2 * delta.keys + delta.values,
+            "delta_values": delta.values,
+            "delta_heads": delta.value_heads,
+            "delta_value": delta.value_dim,
+            "delta_conv": delta.conv,
+            "delta_qkvz": 2 * delta.keys + 2 * delta.values,
+            "delta_ba": 2 * delta.value_heads,
+        }
 
     @property
     def _latent_dims(self) -> dict[str, int]:

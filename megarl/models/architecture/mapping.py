@@ -13,13 +13,14 @@ numbers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from megarl.models.architecture.architecture import ModelInfo
 
-RuleScope = Literal["model", "layer", "dense_layer", "moe_layer"]
+RuleScope = Literal["model", "layer", "dense_layer", "moe_layer", "attention_layer", "delta_layer"]
+GATE_UP = ("_w", "_v")  # Megatron-Core's endings of a checkpoint's keys, for the halves of a gated linear_fc1
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,11 @@ class Rule:
 
     `axis`: the axis that tensor parallelism cuts; None = replicated. `where`: one parameter per model, or one per layer
     of this kind. `arrange`: the order of the sources' slices in the full tensor; by default one source after the
-    other. `per_source`: each rank holds its chunk of every source (gate and up) instead of a chunk of the
-    concatenation. `pad_to_tp`: zero rows make the axis divisible (vocabulary). `buffer`: a persistent fp32 buffer
-    instead of a parameter; it stays fp32 in every precision. `when`: says whether a model has the parameter.
+    other. `per_source`: each rank holds its chunk of both sources (gate and up) instead of a chunk of the
+    concatenation. `sections`: the same for rows that are no sources: how many there are of each, by the ending of its
+    key in checkpoints. `pad_to_tp`: zero rows make the axis divisible (vocabulary). `buffer`: a persistent buffer
+    instead of a parameter. `fp32`: it stays fp32 in every precision, as each buffer does. `when`: says whether a model
+    has the parameter.
     """
 
     megatron: str
@@ -65,9 +68,16 @@ class Rule:
     where: RuleScope = "model"
     arrange: Arrange | None = None
     per_source: bool = False
+    sections: Callable[[ModelInfo], Mapping[str, int]] | None = None
     pad_to_tp: bool = False
     buffer: bool = False
+    fp32: bool = False
     when: Callable[[ModelInfo], bool] = lambda info: True
+
+    @property
+    def stays_fp32(self) -> bool:
+        """True if checkpoints, exports and weight sync have it in fp32 whatever the precision."""
+        return self.buffer or self.fp32
 
 
 @dataclass(frozen=True)
@@ -90,12 +100,23 @@ class Entry:
         full = self._full(size)
         if self.rule.axis is None:
             return full
-        if self.rule.per_source:
-            return [_chunk(piece, rank, size, self.megatron) for piece in full]
-        total = sum(piece.size for piece in full)
-        if total % size:
-            raise ValueError(f"{self.megatron}: {total} rows are not divisible by tensor-parallel size {size}")
-        return cut(full, rank * total // size, (rank + 1) * total // size)
+        held: list[Piece] = []
+        begin = 0
+        for rows in self.sections.values() or [sum(piece.size for piece in full)]:
+            if rows % size:
+                raise ValueError(f"{self.megatron}: {rows} rows are not divisible by tensor-parallel size {size}")
+            held += cut(full, begin + rank * rows // size, begin + (rank + 1) * rows // size)
+            begin += rows
+        return held
+
+    @property
+    def sections(self) -> Mapping[str, int]:
+        """The rows of each part of the full parameter that is cut for itself, by the ending of its key; {} for one."""
+        if self.rule.sections is not None:
+            return self.rule.sections(self.info)
+        axis = self.rule.axis or 0
+        sizes = (shape[axis] for shape in self.shapes)
+        return dict(zip(GATE_UP, sizes, strict=True)) if self.rule.per_source else {}
 
     def shard_shape(self, rank: int, size: int) -> tuple[int, ...]:
         """Return the shape of the Megatron parameter on that rank."""
@@ -123,11 +144,8 @@ def expand(rules: tuple[Rule, ...], info: ModelInfo) -> Iterator[Entry]:
         yield _entry(rule, info)
     for layer in range(info.num_layers):
         for rule in rules:
-            if rule.where == "model" or rule.where == ("dense_layer" if info.is_moe_layer(layer) else "moe_layer"):
-                continue
-            if "{expert}" in rule.megatron:
-                continue
-            yield _entry(rule, info, layer)
+            if _is_of(rule.where, info, layer) and "{expert}" not in rule.megatron:
+                yield _entry(rule, info, layer)
         if info.is_moe_layer(layer):
             for expert in range(info.num_experts or 0):
                 for rule in rules:
@@ -136,6 +154,12 @@ def expand(rules: tuple[Rule, ...], info: ModelInfo) -> Iterator[Entry]:
     for rule in rules[first:]:
         if rule.where == "model":
             yield _entry(rule, info)
+
+
+def _is_of(where: RuleScope, info: ModelInfo, layer: int) -> bool:
+    """Return whether a rule with this scope is one of this layer."""
+    mlp = "moe_layer" if info.is_moe_layer(layer) else "dense_layer"
+    return where in ("layer", mlp, "delta_layer" if info.is_delta_layer(layer) else "attention_layer")
 
 
 def qkv(info: ModelInfo) -> list[Piece]:
@@ -152,9 +176,28 @@ def qkv(info: ModelInfo) -> list[Piece]:
     ]
 
 
+def gated_qkv(info: ModelInfo) -> list[Piece]:
+    """Return Megatron's fused QKV with gates: for each group its query heads, their gates, its key and its value head.
+
+    The source of queries has a head's gate after each query head.
+    """
+    heads, d = info.heads // info.kv_heads, info.head_dim
+    return [
+        piece
+        for g in range(info.kv_heads)
+        for piece in (
+            *(Piece(0, 2 * head * d, (2 * head + 1) * d) for head in range(g * heads, (g + 1) * heads)),
+            *(Piece(0, (2 * head + 1) * d, (2 * head + 2) * d) for head in range(g * heads, (g + 1) * heads)),
+            Piece(1, g * d, (g + 1) * d),
+            Piece(2, g * d, (g + 1) * d),
+        )
+    ]
+
+
 # A norm's canonical name in its layer, and the projection that Transformer Engine fuses it into if the model has that.
 FUSED_NORMS = (
     ("input_layernorm.weight", "self_attention.linear_qkv"),
+    ("input_layernorm.weight", "self_attention.in_proj"),
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1"),
     ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj"),
     ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj"),
@@ -186,13 +229,6 @@ def _entry(rule: Rule, info: ModelInfo, layer: int | None = None, expert: int | 
         expert=expert,
         layer=layer,
     )
-
-
-def _chunk(piece: Piece, rank: int, size: int, name: str) -> Piece:
-    if piece.size % size:
-        raise ValueError(f"{name}: {piece.size} rows are not divisible by tensor-parallel size {size}")
-    step = piece.size // size
-    return Piece(piece.source, piece.start + rank * step, piece.start + (rank + 1) * step)
 
 
 def cut(pieces: list[Piece], start: int, stop: int) -> list[Piece]:

@@ -7,10 +7,10 @@ from megarl.models.families import (
     glm4_moe,
     llama,
     mistral,
-    mixtral,
     qwen2,
     qwen2_5_vl,
     qwen3,
+    qwen3_5,
     qwen3_moe,
     qwen3_vl,
 )
@@ -21,12 +21,20 @@ _MODULES = (
     glm4_moe,
     llama,
     mistral,
-    mixtral,
     qwen2,
     qwen2_5_vl,
     qwen3,
     qwen3_moe,
 )
-_ALL = (*(module.FAMILY for module in _MODULES), glm4_moe.LITE_FAMILY, qwen3_vl.DENSE_FAMILY, qwen3_vl.MOE_FAMILY)
+_ALL = (
+    *(module.FAMILY for module in _MODULES),
+    glm4_moe.LITE_FAMILY,
+    mistral.MIXTRAL_FAMILY,
+    qwen3_5.DENSE_FAMILY,
+    qwen3_5.MOE_FAMILY,
+    qwen3_5.NEXT_FAMILY,
+    qwen3_vl.DENSE_FAMILY,
+    qwen3_vl.MOE_FAMILY,
+)
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}

@@ -29,7 +29,10 @@ class Family:
     names of the table: (theirs, the table's).
 
     `fused`: tensors of the files that hold the matrices of all experts of a layer, [experts, in, out]: name template,
-    and the templates of the matrices, side by side along `out` (see models/hf/fused.py).
+    and the templates of the matrices, side by side along `out` (see models/hf/fused.py). `fused_rows`: the same for
+    [experts, out, in]. Files may have these instead of matrices; an export has matrices.
+
+    `sees`: for text models, the architecture of files that also hold parts that see. Its `text_config` is the model.
     """
 
     name: str
@@ -44,6 +47,8 @@ class Family:
     vision: Callable[[ModelInfo], tuple[Rule, ...]] = lambda info: ()
     aliases: tuple[tuple[str, str], ...] = ()
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    fused_rows: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    sees: str = ""
 
     def rules_of(self, info: ModelInfo) -> tuple[Rule, ...]:
         """Return all rules of a model of this family."""

@@ -107,7 +107,7 @@ class HFDirectory:
         self._files = sorted({record.file for record in records.values()})
         self.quantization = read_quantization(raw_config(self.path))
         records, self._quantized = quantized_matrices(records, self.quantization)
-        self.records, self._matrices = split_records(records, fused_tensors(self.info, self.entries))
+        self.records, self._matrices = split_records(records, fused_tensors(self.info, self.entries, reads=True))
         check_tensors(self.path, self.records, self.entries, self.info)
         self.left_out = [name for name in self.records if is_left_out(name, self.info)]
         self._maps: dict[Path, tuple[MappedFile, int]] = {}
@@ -164,9 +164,9 @@ class HFDirectory:
         """Return a matrix [out, in] of a fused tensor, a view of the file."""
         dtype, place = self.dtype(name), self._matrices[name]
         file, offset = self._place(self.records[name])
-        _, inputs, outputs = place.record.shape
-        begin = offset + place.expert * inputs * outputs * dtype.itemsize
-        return file.tensor(dtype, (inputs, outputs), begin)[:, place.start : place.stop].T
+        _, rows, columns = place.record.shape
+        whole = file.tensor(dtype, (rows, columns), offset + place.expert * rows * columns * dtype.itemsize)
+        return whole[place.start : place.stop] if place.by_rows else whole[:, place.start : place.stop].T
 
     def _place(self, record: TensorRecord) -> tuple[MappedFile, int]:
         if record.file not in self._maps:
@@ -239,10 +239,13 @@ def left_out_note(names: Sequence[str], info: ModelInfo) -> str:
     """Return one line for the user about the left-out tensors `names`, or "" if there are none."""
     if not names:
         return ""
-    layers = [prefix for prefix in FAMILIES[info.family].left_out(info) if any(n.startswith(prefix) for n in names)]
+    parts = [prefix for prefix in FAMILIES[info.family].left_out(info) if any(n.startswith(prefix) for n in names)]
+    many = len(parts) > 1
+    predicts = all(part.startswith("model.layers.") for part in parts)
+    what = f"the multi-token prediction layer{'s' * many} " if predicts else ""
     return (
-        f"left out: {len(names)} tensors of the multi-token prediction layer{'s' * (len(layers) > 1)} "
-        f"{', '.join(f'{layer}*' for layer in layers)}, which {'are' if len(layers) > 1 else 'is'} not trained"
+        f"left out: {len(names)} tensors of {what}{', '.join(f'{part}*' for part in parts)}, "
+        f"which {'are' if many else 'is'} not trained"
     )
 
 

@@ -29,6 +29,7 @@ from megarl.models.hf.fused import FusedTensor, FusedWriter, fused_tensors, join
 from megarl.models.hf.gather import Gather, GatherRequest, GlooWaiter, Rows, TensorPart, build_gathers
 from megarl.models.hf.gather_pairs import connect_pairs, pairs_of
 from megarl.models.hf.model_files import HF_SHARD_BYTES, hf_files
+from megarl.models.hf.read_config import family_of
 from megarl.models.hf.safetensors import SafetensorsWriter, TensorHeader, write_index
 from megarl.models.megatron.shards import Shard, local_shards, table
 
@@ -46,7 +47,10 @@ class ExportedTensor(TensorHeader):
 
 
 class HFExporter:
-    """Streams the model in `chunks` (wrapped or bare) in dtype `dtype`, buffers in fp32. Build it on every rank."""
+    """Streams the model in `chunks` (wrapped or bare) in dtype `dtype`, or fp32 where a rule says so.
+
+    Build it on every rank.
+    """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], info: ModelInfo, dtype: torch.dtype) -> None:
         self.info = info
@@ -136,7 +140,7 @@ class HFExporter:
         return self._held
 
     def _dtype_of(self, entry: Entry) -> torch.dtype:
-        return torch.float32 if entry.rule.buffer else self.dtype
+        return torch.float32 if entry.rule.stays_fp32 else self.dtype
 
     def _owners(self) -> dict[str, int]:
         """Return the global owner rank of each Megatron parameter, agreed on by all ranks."""
@@ -293,7 +297,11 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
 
 
 def exported_config(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the `config.json` of exported weights: with their dtype, not quantised, without layers left out (MTP)."""
+    """Return the `config.json` of exported weights: with their dtype, not quantised, without what is left out."""
+    family = family_of(config)
+    if family is not None and family.sees in config["architectures"]:
+        text, tied = config["text_config"], bool(family.language(config)["tie_word_embeddings"])
+        config = {**text, "architectures": [family.architecture], "tie_word_embeddings": tied}
     changed, name = dict(config), str(dtype).removeprefix("torch.")
     changed.pop("quantization_config", None)
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:  # a reader takes either
@@ -302,7 +310,7 @@ def exported_config(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, 
         if isinstance(config.get(part), dict):
             given = {key: name for key in ("torch_dtype", "dtype") if config[part].get(key)}
             changed[part] = {**config[part], **given}
-    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+    for key in ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"):
         if config.get(key):
             changed[key] = 0
     return changed

@@ -1,8 +1,9 @@
 """Files that keep the experts of a layer in one tensor, [experts, in, out], seen as matrices [out, in] of experts.
 
 The family's table has the matrices, as Megatron-Core does. `out` joins several of them, such as gate and up projection.
+Other files have [experts, out, in]; they are read, and never written.
 
-Shapes: E experts, I and O rows and columns of a fused tensor, which are its experts' inputs and outputs.
+Shapes: E experts, I and O inputs and outputs of a fused tensor's experts.
 """
 
 from __future__ import annotations
@@ -23,24 +24,32 @@ from megarl.models.hf.safetensors import TensorHeader, TensorRecord, encode_head
 
 @dataclass(frozen=True)
 class FusedTensor:
-    """A tensor of the files, [E, I, O]. `parts`: for each expert, the names of the matrices that make up O."""
+    """A tensor of the files, [E, I, O]. `parts`: for each expert, the names of the matrices that make up O.
+
+    `by_rows`: it is [E, O, I].
+    """
 
     name: str
     shape: tuple[int, int, int]
     parts: tuple[tuple[str, ...], ...]
+    by_rows: bool = False
 
     def matrices(self) -> Iterator[tuple[str, int, int, int]]:
-        """Yield the name of each matrix, its expert, and the columns [start, stop) of O that it has."""
-        width = self.shape[2] // len(self.parts[0])
+        """Yield the name of each matrix, its expert, and the part [start, stop) of O that it has."""
+        width = self.shape[1 if self.by_rows else 2] // len(self.parts[0])
         for expert, names in enumerate(self.parts):
             yield from ((name, expert, i * width, (i + 1) * width) for i, name in enumerate(names))
 
 
-def fused_tensors(info: ModelInfo, entries: Mapping[str, Entry]) -> dict[str, FusedTensor]:
-    """Return the fused tensors of a model's files by name; {} for families without such."""
+def fused_tensors(info: ModelInfo, entries: Mapping[str, Entry], *, reads: bool = False) -> dict[str, FusedTensor]:
+    """Return the fused tensors of a model's files by name; {} for families without such.
+
+    `reads`: also those that files may have and an export does not.
+    """
     shapes = {name: shape for entry in entries.values() for name, shape in zip(entry.names, entry.shapes, strict=True)}
     found = {}
-    for template, parts in FAMILIES[info.family].fused:
+    family = FAMILIES[info.family]
+    for template, parts in (*family.fused, *(family.fused_rows if reads else ())):
         for layer in filter(info.is_moe_layer, range(info.num_layers)):
             experts = tuple(
                 tuple(part.format(layer=layer, expert=expert) for part in parts)
@@ -48,18 +57,21 @@ def fused_tensors(info: ModelInfo, entries: Mapping[str, Entry]) -> dict[str, Fu
             )
             rows, columns = shapes[experts[0][0]]
             name = template.format(layer=layer)
-            found[name] = FusedTensor(name, (len(experts), columns, rows * len(parts)), experts)
+            by_rows, outputs = (template, parts) in family.fused_rows, rows * len(parts)
+            sizes = (outputs, columns) if by_rows else (columns, outputs)
+            found[name] = FusedTensor(name, (len(experts), *sizes), experts, by_rows)
     return found
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Where a matrix lies in the files: columns [start, stop) of expert `expert` of the fused tensor of `record`."""
+    """Where a matrix lies in the files: part [start, stop) of O of expert `expert` of the fused tensor of `record`."""
 
     record: TensorRecord
     expert: int
     start: int
     stop: int
+    by_rows: bool
 
 
 def split_records(
@@ -78,12 +90,12 @@ def split_records(
         if record.shape != fused[name].shape:
             raise ValueError(
                 f"{name} in {record.file}: shape {list(record.shape)}, config.json implies {list(fused[name].shape)} "
-                "(experts, in, out)"
+                f"(experts, {'out, in' if fused[name].by_rows else 'in, out'})"
             )
         for each, expert, start, stop in fused[name].matrices():
-            shape = (stop - start, record.shape[1])
+            shape = (stop - start, record.shape[2 if fused[name].by_rows else 1])
             split[each] = TensorRecord(record.file, record.dtype, shape, record.begin, record.end)
-            matrices[each] = Matrix(record, expert, start, stop)
+            matrices[each] = Matrix(record, expert, start, stop, fused[name].by_rows)
     return split, matrices
 
 

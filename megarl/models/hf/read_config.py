@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.models.architecture.architecture import ModelInfo
-from megarl.models.architecture.rope import KINDS, read_rope, rotary_share
+from megarl.models.architecture.rope import KINDS, attention_factor, read_rope, rotary_share
 from megarl.models.families import FAMILIES
+from megarl.models.families.base import Family
 from megarl.models.hf.model_files import hf_files
 
 
@@ -56,7 +57,7 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
     causes; `load_info` turns all of them into a ValueError that names the file.
     """
     names = raw.get("architectures") or []
-    family = next((f for f in FAMILIES.values() if f.architecture in names), None)
+    family = family_of(raw)
     if family is None:
         supported = ", ".join(f.architecture for f in FAMILIES.values())
         if not names:
@@ -92,6 +93,8 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
     fields.update(family.read(raw))
     if "rotary_dim" not in fields and rotary_share(raw) != 1:
         raise ValueError("partial_rotary_factor other than 1 is not supported in this family")
+    if fields.get("rotary_dim", fields["head_dim"]) != fields["head_dim"] and attention_factor(scaling) != 1:
+        raise ValueError("YaRN with partial_rotary_factor is not supported")  # the factor is that of whole heads
     return ModelInfo(**fields)
 
 
@@ -114,6 +117,18 @@ def _unknown(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def family_of(raw: Mapping[str, Any]) -> Family | None:
+    """Return the family of a parsed `config.json`, by its `architectures`; None for one that is not supported."""
+    names = set(raw.get("architectures") or ()) - {""}
+    return next((f for f in FAMILIES.values() if {f.architecture, f.sees} & names), None)
+
+
+def sees(raw: Mapping[str, Any]) -> bool:
+    """Return whether a model has a tower that its family trains."""
+    family = family_of(raw)
+    return bool(raw.get("vision_config")) and (family is None or family.architecture in raw["architectures"])
 
 
 def _with_pixels(info: ModelInfo, directory: Path) -> ModelInfo:

@@ -121,6 +121,8 @@ def _architecture(info: ModelInfo) -> dict[str, Any]:
         "add_bias_linear": False,
         "add_qkv_bias": info.qkv_bias,
         "qk_layernorm": info.qk_norm,
+        "attention_output_gate": info.attention_gate,
+        "layernorm_zero_centered_gamma": info.zero_centered_norms,
         "mrope_section": None if info.vision is None else list(info.vision.rope_sections),
         # A query sees itself and the window - 1 tokens before it.
         "window_size": None if info.window is None else (info.window - 1, 0),
@@ -227,6 +229,7 @@ def _mixture(info: ModelInfo) -> dict[str, Any]:
         # Load balancing belongs to pre-training: the bias stays as loaded unless megatron.transformer sets a rate.
         "moe_router_bias_update_rate": 0.0,
         "moe_shared_expert_intermediate_size": info.shared_ffn or None,
+        "moe_shared_expert_gate": info.shared_expert_gate,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl import platforms
 from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.megatron.delta_net import GatedDeltaNet
 from megarl.platforms import cpu_kernels
 
 WINDOW_BLOCK = 256  # query rows of a block, for attention in a sliding window
@@ -58,6 +59,18 @@ class RMSNorm(torch.nn.Module):
             return cpu_kernels.rms_norm(input_XE, self.weight, self.eps)
         normed_XE = torch.nn.functional.rms_norm(input_XE.float(), (input_XE.shape[-1],), eps=self.eps)
         return normed_XE.to(input_XE.dtype) * self.weight
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """An RMSNorm that scales by 1 + weight, in fp32."""
+
+    def forward(self, input_XE: torch.Tensor) -> torch.Tensor:
+        """Return the input, normalized and scaled."""
+        scale_E = 1 + self.weight.float()
+        if cpu_kernels.enabled() and input_XE.dtype == torch.float32:
+            return cpu_kernels.rms_norm(input_XE, scale_E, self.eps)
+        normed_XE = torch.nn.functional.rms_norm(input_XE.float(), (input_XE.shape[-1],), eps=self.eps)
+        return (normed_XE * scale_E).to(input_XE.dtype)
 
 
 class _NormWithOwnEps(RMSNorm):
@@ -235,16 +248,18 @@ def block_spec(info: ModelInfo, config: TransformerConfig, vp_stage: int | None)
     """Return the layers of this pipeline rank's chunk `vp_stage`, dense or mixture of experts, and the final norm."""
     if use_transformer_engine():
         return _engine_block(info, config, vp_stage)
-    dense = _local_layer(info, config, None)
-    sparse = _local_layer(info, config, config.num_moe_experts) if config.num_moe_experts else dense
+    norm = _norm_of(info)
     moe = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [0] * config.num_layers
-    layers = [sparse if flag else dense for flag in moe]
+    layers = [
+        _local_layer(info, config, config.num_moe_experts if flag else None, info.is_delta_layer(layer))
+        for layer, flag in enumerate(moe)
+    ]
     if config.pipeline_model_parallel_layout is not None:
         ids = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
-        return TransformerBlockSubmodules([layers[i] for i in ids], layer_norm=RMSNorm)
+        return TransformerBlockSubmodules([layers[i] for i in ids], layer_norm=norm)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layers[first : first + count], layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layers[first : first + count], layer_norm=norm)
 
 
 def _engine_block(info: ModelInfo, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -253,6 +268,12 @@ def _engine_block(info: ModelInfo, config: TransformerConfig, vp_stage: int | No
     if not _has_packed_kernel(config) or (config.context_parallel_size > 1 and config.window_size is not None):
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    for number, layer in enumerate(block.layer_specs, start=first):
+        if info.is_delta_layer(number):
+            # Its projection is not one of Transformer Engine's, which have the norm before them inside.
+            layer.submodules.input_layernorm = _norm_of(info)
+            layer.submodules.self_attention = _delta_net(info)
     if info.mla:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
@@ -278,15 +299,25 @@ def _has_packed_kernel(config: TransformerConfig) -> bool:
     return config.params_dtype == torch.bfloat16 and (newer or importlib.util.find_spec("flash_attn") is not None)
 
 
-def _local_layer(info: ModelInfo, config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def _norm_of(info: ModelInfo) -> type[RMSNorm]:
+    return ZeroCenteredRMSNorm if info.zero_centered_norms else RMSNorm
+
+
+def _delta_net(info: ModelInfo) -> ModuleSpec:
+    return ModuleSpec(module=GatedDeltaNet, params={"delta": info.delta})
+
+
+def _local_layer(info: ModelInfo, config: TransformerConfig, num_experts: int | None, delta: bool) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts,
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=info.mla is not None,
         normalization="RMSNorm",
     )
-    spec.submodules.input_layernorm = RMSNorm
-    spec.submodules.pre_mlp_layernorm = RMSNorm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _norm_of(info)
+    if delta:
+        spec.submodules.self_attention = _delta_net(info)
+        return spec
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if info.mla:
@@ -294,5 +325,5 @@ def _local_layer(info: ModelInfo, config: TransformerConfig, num_experts: int | 
         attention.kv_layernorm = norm
         attention.q_layernorm = norm if info.mla.query_rank else IdentityOp  # queries that are not compressed have none
     elif config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = _norm_of(info)
     return spec

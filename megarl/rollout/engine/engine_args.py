@@ -15,6 +15,7 @@ from megarl.config.checks.engine import RESERVED
 from megarl.config.derived.staleness import evaluates_alongside_training
 from megarl.config.schema import CPU_KV_CACHE_GIB, Config, RolloutConfig, VisionConfig
 from megarl.models.hf.model_files import hf_files, not_for_engines, raw_config
+from megarl.models.hf.read_config import family_of, sees
 
 # Lets vLLM's engine process collect garbage rarely until it has imported what it needs, which takes seconds.
 
@@ -91,8 +92,10 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         "seed": config.run.seed,
     }
     raw = raw_config(config.model.path)
-    if raw.get("vision_config"):
+    if sees(raw):
         arguments |= _vision(config.model.vision, raw)
+    elif raw.get("vision_config") and (family := family_of(raw)):
+        arguments["hf_overrides"] = {"architectures": [family.architecture]}
     if not reads_weights(rollout, config.model.path):
         arguments["load_format"] = "dummy"
     if cuda and rollout.tensor_parallel > 1 and not _has_flashinfer_kernels():
@@ -106,6 +109,9 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         arguments |= sleeps if cuda else {"worker_cls": SLEEPING_CPU_WORKER}
     if not cuda:
         arguments |= _whole_prompts(max_model_len or rollout.max_model_len)
+        if has_states(raw):
+            # With prefix caching vLLM keeps states at the borders of blocks, for which it needs chunked prefill.
+            arguments["enable_prefix_caching"] = False
         if arguments["dtype"] == "float32":
             # On a CPU with AMX vLLM takes a kernel for latent attention that has bf16 alone, and dies in fp32. Models
             # with other attention ignore this.
@@ -114,6 +120,11 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
     if raw.get("quantization_config"):  # the trainer sends its own, plain weights
         arguments["hf_overrides"] = {**arguments.get("hf_overrides", {}), "quantization_config": None}
     return arguments
+
+
+def has_states(raw: Mapping[str, Any]) -> bool:
+    """Return whether a model's parsed config.json says that it has Gated DeltaNet layers."""
+    return "linear_num_value_heads" in (raw.get("text_config") or raw)
 
 
 def _vision(vision: VisionConfig, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,15 +164,17 @@ def _whole_prompts(max_model_len: int | None) -> dict[str, Any]:
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_model_len or 0, CPU_BATCHED_TOKENS)}
 
 
-def engine_environment(rollout: RolloutConfig, *, cuda: bool, sees: bool = False) -> dict[str, str]:
-    """Return the environment of a replica's processes, to be set before vLLM is imported. `sees`: its model does."""
+def engine_environment(rollout: RolloutConfig, *, cuda: bool, model: Path | None = None) -> dict[str, str]:
+    """Return the environment of the processes of an engine of `model`, to be set before vLLM is imported."""
+    raw = raw_config(model) if model else {}
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        **({no_torchvision.VARIABLE: "1"} if sees else {}),
+        **({no_torchvision.VARIABLE: "1"} if sees(raw) else {}),
+        **({no_torchvision.DELTA_NET: "1"} if has_states(raw) else {}),
     }
     if cuda:
         # vLLM's other use of FlashInfer's all-reduce (distributed/device_communicators/cuda_communicator.py:70), which

@@ -25,6 +25,7 @@ from megarl.common.process.processes import ProcessId, die_with, own_children, s
 from megarl.common.rundir.private_directory import name_shared_memory
 from megarl.config.schema import Config
 from megarl.models.hf.model_files import raw_config
+from megarl.models.hf.read_config import sees
 from megarl.rollout.engine.engine_args import engine_args, engine_environment, reads_weights, start_engines_fast
 from megarl.rollout.engine.engine_errors import ending, innermost, root_cause
 from megarl.rollout.engine.engine_load import EngineMonitor, ReplicaActivity, build_monitored
@@ -109,8 +110,8 @@ class EngineReplica:
         self._log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
         redirect_output(self._log_file)
         events.open_events(self.config.telemetry.events_mib, Path(spec.run_dir), replica_process(index))
-        self._sees = "vision_config" in raw_config(self.config.model.path)
-        os.environ.update(engine_environment(self.config.rollout, cuda=spec.cuda, sees=self._sees))
+        self._sees = sees(raw_config(self.config.model.path))
+        os.environ.update(engine_environment(self.config.rollout, cuda=spec.cuda, model=self.config.model.path))
         name_shared_memory()
         spec.watch_supervisor()
 

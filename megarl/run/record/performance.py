@@ -39,7 +39,7 @@ class Performance:
     def __init__(self, config: Config, info: ModelInfo) -> None:
         self._config = config
         _, self._active = model_parameters(info)
-        self._attention = info.num_layers * info.heads * (info.head_dim + info.value_dim) / 2
+        self._attention = info.attention_layers * info.heads * (info.head_dim + info.value_dim) / 2
         self._trainer_gpus = config.trainer.gpus
         self._engine_gpus = config.rollout.tensor_parallel
         self._peak = self._peak_tflops()

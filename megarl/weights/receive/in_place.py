@@ -80,7 +80,7 @@ def _processing(module: nn.Module, device_type: str) -> str | None:
         method = None
     if type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         # On CUDA their processing is empty. On CPU it chooses `cpu_linear`, a function of (input, weight, bias).
-        if device_type == "cpu" and not _uses_arguments_only(getattr(module, "cpu_linear", None)):
+        if device_type == "cpu" and _is_packed(module):
             return "its CPU kernel computes with a packed copy of the weight"
     elif method is not None:
         return _expert_processing(method)
@@ -89,9 +89,14 @@ def _processing(module: nn.Module, device_type: str) -> str | None:
     return None
 
 
-def _uses_arguments_only(function: object) -> bool:
-    """Return whether a function of vLLM's keeps no tensor of its own, such as a packed weight, in a closure."""
-    return function is nn.functional.linear or (isinstance(function, FunctionType) and function.__closure__ is None)
+def _is_packed(module: nn.Module) -> bool:
+    """Return whether a CPU kernel computes with a packed copy of the module's weight."""
+    if getattr(module.weight, "ndim", 2) == 3:  # a convolution, packed in bf16 alone
+        return hasattr(module, "_cpu_unpacked_conv_weight")
+    function = getattr(module, "cpu_linear", None)
+    # A function of vLLM's may keep a packed weight in a closure.
+    plain = isinstance(function, FunctionType) and function.__closure__ is None
+    return function is not nn.functional.linear and not plain
 
 
 def _expert_processing(method: Any) -> str | None:  # noqa: ANN401  # one of several classes of vLLM

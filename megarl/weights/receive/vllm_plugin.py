@@ -25,8 +25,12 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "megarl.weights.receive.engine", "MegarlWeightTransferEngine"
         )
-    if no_torchvision.VARIABLE in os.environ:
+    if {no_torchvision.VARIABLE, no_torchvision.DELTA_NET} & os.environ.keys():
         no_torchvision.apply()
+    if no_torchvision.DELTA_NET in os.environ:
+        from megarl.weights.receive import cpu_delta_net
+
+        cpu_delta_net.install()
     if _is_vllm_child():
         from megarl.common.process.processes import die_with_parent
         from megarl.common.rundir.private_directory import name_shared_memory
@@ -37,7 +41,16 @@ def register() -> None:
         name_shared_memory()
         die_with_parent()
         _hold_outputs()
+        if no_torchvision.DELTA_NET in os.environ:
+            _leave_out_towers()
     _mend_rope_of_latent_attention()
+
+
+def _leave_out_towers() -> None:
+    """Let the text models of Qwen3.5 be read from files that also hold a vision tower."""
+    from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLMBase
+
+    Qwen3_5ForCausalLMBase.hf_to_vllm_mapper.orig_to_new_prefix["model.visual."] = None
 
 
 def _mend_rope_of_latent_attention() -> None:

@@ -40,6 +40,9 @@ OTHERS: list[tuple[str, Sizes]] = [
     ("glm4_moe", (1, 1, 1, 2)),
     ("glm4_moe_lite", (1, 2, 1, 1)),
     ("mistral", (2, 1, 1, 1)),
+    ("qwen3_5", (2, 1, 1, 1)),
+    ("qwen3_5_moe", (1, 1, 1, 2)),
+    ("qwen3_next", (1, 2, 1, 1)),
     ("qwen2_5_vl", (2, 1, 1, 1)),
     ("qwen3_vl", (1, 2, 1, 1)),
     ("qwen3_vl_moe", (1, 1, 1, 2)),
@@ -48,6 +51,8 @@ OTHERS: list[tuple[str, Sizes]] = [
     ("glm4_moe", (2, 2, 2, 2)),
     ("glm4_moe_lite", (2, 2, 2, 2)),
     ("mistral", (2, 2, 2, 1)),
+    ("qwen3_5", (2, 2, 2, 1)),
+    ("qwen3_next", (2, 2, 2, 2)),
 ]
 
 

@@ -39,6 +39,8 @@ SIZES: dict[str, dict[str, object]] = {
     "deepseek_v3": LATENT,
     "glm4_moe": {"moe_intermediate_size": 64},
     "glm4_moe_lite": LATENT | {"qk_nope_head_dim": 192, "v_head_dim": 256},
+    "qwen3_5_moe": {"moe_intermediate_size": 64},
+    "qwen3_next": {"moe_intermediate_size": 64},
 }
 
 

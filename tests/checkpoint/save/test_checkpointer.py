@@ -84,6 +84,7 @@ def equal(first: Any, second: Any) -> bool:
         pytest.param(2, "dense", {}, {}, marks=pytest.mark.slow),
         (2, "tied", PP2, {}),
         (2, "dense", TP2, BF16),
+        (2, "delta", TP2, BF16),
         pytest.param(2, "latent", EP2, BIAS, marks=pytest.mark.slow),
         pytest.param(2, "dense", {}, PLAIN, marks=pytest.mark.slow),
         pytest.param(2, "dense", {}, BUCKETS, marks=pytest.mark.slow),
@@ -141,6 +142,7 @@ def test_ranks_of_several_hosts_read_for_each_other(
     ("saved", "loaded", "model"),
     [
         ((2, TP2), (2, PP2), "dense"),
+        ((2, TP2), (2, PP2), "delta"),
         pytest.param((2, {}), (1, {}), "dense", marks=pytest.mark.slow),
         ((2, EP2), (1, {}), "moe"),
         pytest.param((1, {}), (2, TP2 | {"sequence": True}), "dense", marks=pytest.mark.slow),

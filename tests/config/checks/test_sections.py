@@ -213,6 +213,26 @@ def test_a_model_without_the_keys_that_vllm_needs_is_refused(tmp_path: Path, dat
     assert problem.startswith("model.path: ") and problem.count("scoring_func") == 2 and '"sigmoid"' in problem
 
 
+def test_states_of_old_weights_are_refused(models: dict[str, Path], data: Path) -> None:
+    kept = {"weight_sync__recompute_kv": False}
+    [problem] = problems(models["qwen3_5"], data, **kept)
+    assert problem.startswith("weight_sync.recompute_kv: ") and problem.endswith("set it to true")
+    assert problems(models["qwen3"], data, **kept) == [] == problems(models["qwen3_5"], data)
+
+
+def test_delta_net_has_no_context_parallelism(models: dict[str, Path], data: Path) -> None:
+    shared = {"trainer__gpus": 2, "trainer__parallel": {"context": 2}}
+    [problem] = problems(models["qwen3_5"], data, **shared)
+    assert problem.startswith("trainer.parallel.context: the states of Gated DeltaNet layers need whole sequences")
+
+
+def test_delta_net_heads_are_whole_on_each_rank(models: dict[str, Path], data: Path) -> None:
+    wide = {"trainer__gpus": 8, "trainer__parallel": {"tensor": 8}}
+    assert any(
+        "4 DeltaNet key heads cannot be split 8 ways" in each for each in problems(models["qwen3_5"], data, **wide)
+    )
+
+
 def test_heads_that_vllm_cannot_attend_with_are_refused_where_its_cpu_backend_is_used(
     tmp_path: Path, data: Path
 ) -> None:

@@ -40,6 +40,8 @@ CASES: list[Case] = [
     ("deepseek_v3", {"expert": 2}, "bf16", {}),
     ("deepseek_v3", {"tensor": 2, "sequence": True}, "fp32", {}),
     ("glm4_moe", {"tensor": 2, "sequence": True}, "bf16", {}),
+    ("qwen3_5", {"tensor": 2, "sequence": True}, "fp32", {}),
+    ("qwen3_5_moe", {"expert": 2}, "bf16", {}),
     ("llama", {}, "fp32", {"megatron__transformer": SELECTIVE | {"recompute_modules": ["mlp"]}}),
     ("llama", {}, "bf16", {"trainer__recompute": "selective"}),
     ("qwen2", {"tensor": 2}, "fp32", {"trainer__recompute": "full"}),
@@ -144,6 +146,7 @@ FORWARD: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3_moe", "bf16", {}),
     ("mixtral", "fp32", {"intermediate_size": 192}),
     ("deepseek_v3", "bf16", {}),
+    ("qwen3_5", "fp32", {}),
 ]
 
 

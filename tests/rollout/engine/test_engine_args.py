@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import vllm.envs
 from vllm.config.compilation import PassConfig
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+from megarl.common.process import no_torchvision
 from megarl.config.checks.engine import CPU_HEAD_SIZES, engine_problems
 from megarl.config.schema import RolloutConfig
 from megarl.rollout.engine.engine_args import _whole_prompts, engine_args, engine_environment
@@ -52,6 +54,28 @@ def test_on_gpu_nothing_of_the_cpu_path_remains(tmp_path: Path) -> None:
     assert args["distributed_executor_backend"] is None and args["enforce_eager"] is False
     assert args["dtype"] == "bfloat16" and "attention_config" not in args
     assert not any("CPU" in name or "DYNAMO" in name for name in engine_environment(gpu.rollout, cuda=True))
+
+
+def test_models_with_states_have_no_prefix_cache_on_a_cpu(tmp_path: Path) -> None:
+    plain, hybrid = (
+        pool_config(tmp_path, make_tiny_model(tmp_path / family, family)) for family in ("qwen3", "qwen3_5")
+    )
+    cached = [
+        engine_args(each, cuda=cuda)["enable_prefix_caching"] for each in (plain, hybrid) for cuda in (False, True)
+    ]
+    assert cached == [True, True, False, True]
+    assert no_torchvision.DELTA_NET in engine_environment(hybrid.rollout, cuda=False, model=hybrid.model.path)
+    assert no_torchvision.DELTA_NET not in engine_environment(plain.rollout, cuda=False, model=plain.model.path)
+
+
+def test_the_text_model_inside_of_one_that_sees_is_served(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen3_5")
+    text = json.loads((model / "config.json").read_text())
+    sees = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text, "vision_config": {"depth": 1}}
+    (model / "config.json").write_text(json.dumps(sees))
+    arguments = engine_args(pool_config(tmp_path, model), cuda=False)
+    assert arguments["hf_overrides"] == {"architectures": ["Qwen3_5ForCausalLM"]}
+    assert arguments["skip_tokenizer_init"] is True and "limit_mm_per_prompt" not in arguments
 
 
 @pytest.mark.parametrize(("mode", "policy"), [("sync", None), ("async", "priority")])

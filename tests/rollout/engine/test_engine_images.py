@@ -61,7 +61,7 @@ class Sight:
         config = config.model_copy(
             update={"rollout": rollout, "model": config.model.model_copy(update={"vision": vision})}
         )
-        os.environ.update(engine_environment(config.rollout, cuda=False, sees=True))
+        os.environ.update(engine_environment(config.rollout, cuda=False, model=config.model.path))
         vllm_plugin.register()  # vLLM calls it once per process, which may have had an engine of another test
         arguments = engine_args(config, cuda=False, max_model_len=512)
         arguments |= {"worker_extension_cls": "tests.support.engines.loaded_weights.LoadedWeights", "dtype": "float32"}

@@ -35,6 +35,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "latent": ("deepseek_v3", {}),
     "window": ("mistral", {"sliding_window": 6}),
+    "delta": ("qwen3_5", {}),
+    "delta_moe": ("qwen3_5_moe", {}),
 }
 
 

@@ -105,9 +105,24 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         "glm4_moe_lite",
         {"rms_norm_eps": 1e-5, "first_k_dense_replace": None, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2},
     ),
+    "qwen3_5": ("qwen3_5", {"rms_norm_eps": 1e-5}),
+    "qwen3_5_moe": ("qwen3_5_moe", {"rms_norm_eps": 1e-5}),
+    # A dense layer, more rotated channels, two value heads per key head, DeltaNet last.
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            "mlp_only_layers": [1],
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "linear_num_value_heads": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
 }
 VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # compared with transformers in tests/trainer/test_vision.py
-MOE = ("deepseek_v3", "glm4_moe", "glm4_moe_air", "glm4_moe_lite", "mixtral", "moonlight", "qwen3_moe")
+MOE = (
+    "deepseek_v3", "glm4_moe", "glm4_moe_air", "glm4_moe_lite", "mixtral", "moonlight", "qwen3_5_moe", "qwen3_moe",
+    "qwen3_next",
+)  # fmt: skip
 # Single tokens, equal neighbours, one long text alone, totals that TP must pad.
 LENGTHS = [(5, 5, 17, 60), (45,), (7, 1, 9), (3, 3, 4)]
 

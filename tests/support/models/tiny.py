@@ -30,10 +30,16 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 PAD, EOS, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
@@ -51,8 +57,12 @@ FAMILIES: dict[str, tuple[type, type]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
 }
+DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # with Gated DeltaNet layers
 
 
 def make_tiny_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
@@ -140,7 +150,28 @@ def _dims(family: str, vocab_size: int, overrides: dict[str, Any]) -> dict[str, 
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
-    return dims | overrides
+    if family in DELTA:
+        dims |= {
+            "layer_types": ["linear_attention", "full_attention"] * 8,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 4,
+            "rope_theta": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        }
+    if family in ("qwen3_5_moe", "qwen3_next"):
+        dims |= {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 32,
+        }
+    dims |= overrides
+    if "layer_types" in dims:
+        dims["layer_types"] = dims["layer_types"][: dims["num_hidden_layers"]]
+    return dims
 
 
 def make_tiny_model(
@@ -183,8 +214,14 @@ def _write_tiny_model(directory: Path, family: str, seed: int, std: float, dims:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.normal_(0.0, std)
-                if "norm" in name:
+                if "norm" in name and (family not in DELTA or "linear_attn" in name):
                     parameter.add_(1.0)
+                if name.endswith("A_log"):
+                    parameter.uniform_(-3.0, 1.0)  # decays of all speeds
+                if name.endswith("dt_bias"):
+                    parameter.uniform_(-2.0, 1.0)
+                if "conv1d" in name:
+                    parameter.mul_(3.0)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.normal_(0.0, std)

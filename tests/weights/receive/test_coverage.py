@@ -50,7 +50,7 @@ def family_case(family: str) -> Any:
 @pytest.mark.parametrize(("family", "tied"), [*map(family_case, FAMILIES), ("qwen3", True)])
 def test_each_missing_tensor_is_named(tmp_path: Path, family: str, tied: bool, packed: bool) -> None:
     latent = family in ("deepseek_v3", "glm4_moe_lite")
-    experts = latent or family in ("glm4_moe", "qwen3_moe")
+    experts = latent or family in ("glm4_moe", "qwen3_5_moe", "qwen3_moe", "qwen3_next")
     sizes: dict[str, Any] = {"moe_intermediate_size": 64} if experts else {"intermediate_size": 64}
     make_tiny_model(tmp_path, family, tie_word_embeddings=tied, **sizes)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -72,6 +72,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "moe": {"family": "qwen3_moe", "moe_intermediate_size": 64},
     "moe TP2": {"family": "qwen3_moe", "tensor_parallel": 2, "moe_intermediate_size": 48, "mlp_only_layers": [0]},
     "dense TP2": {"family": "qwen3", "tensor_parallel": 2},
+    # vLLM has no kernel for it in fp32 on a CPU: without megarl's the engine dies at the first request.
+    "delta": {"family": "qwen3_5", "num_hidden_layers": 4},
 }
 SLOW = ("moe", "dense TP2", "moe TP2")
 
@@ -109,8 +111,12 @@ def test_the_processes_of_an_engine_end_with_their_parents(engine: Setup) -> Non
     assert all(name.startswith(kind) for name, _ in found), found
 
 
-@pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "kept caches"])
-@on("dense")
+@pytest.mark.parametrize(
+    ("engine", "recompute"),
+    [("dense", True), ("dense", False), ("delta", True)],
+    ids=["recomputed", "kept caches", "recomputed states"],
+    indirect=["engine"],
+)
 def test_requests_in_flight_go_on_under_the_new_version(
     engine: Setup, monkeypatch: pytest.MonkeyPatch, recompute: bool
 ) -> None:

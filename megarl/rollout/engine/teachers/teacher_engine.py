@@ -71,7 +71,7 @@ class TeacherEngine:
         self._log_file = Path(spec.run_dir) / "logs" / f"{teacher_name(teacher, number)}.log"
         self._log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
         redirect_output(self._log_file)
-        os.environ.update(engine_environment(self.config.rollout, cuda=spec.cuda))
+        os.environ.update(engine_environment(self.config.rollout, cuda=spec.cuda, model=self.config.model.path))
         name_shared_memory()
         spec.watch_supervisor()
 

@@ -17,7 +17,7 @@ from tests.support.ranks.models import models
 from tests.support.ranks.models.layouts import make_layout, use_layout
 
 
-def _expanding(mutate: Callable[[Entry], Entry]) -> Any:
+def expanding(mutate: Callable[[Entry], Entry]) -> Any:
     """Every table made inside has its entries mutated."""
     original = shards.expand
 
@@ -33,13 +33,18 @@ def active_rules(info: ModelInfo) -> list[str]:
 
 
 def _last_first(rule: str) -> Callable[[Entry], Entry]:
-    """Rows (or columns, where tensor parallelism cuts them) of what one rule makes, last first."""
+    """Rows (or columns, where tensor parallelism cuts them, or of a single row) of what one rule makes, last first."""
 
     def mutate(entry: Entry) -> Entry:
         if entry.rule.megatron != rule:
             return entry
-        rows = [Piece(p.source, i, i + 1) for p in entry.pieces(0, 1) for i in range(p.start, p.stop)]
-        broken = replace(entry.rule, arrange=lambda info: rows[::-1], per_source=False, pad_to_tp=False)
+        single = entry.shapes[0][0] == 1
+        pieces = [Piece(0, 0, entry.shapes[0][1])] if single else entry.pieces(0, 1)
+        rows = [Piece(p.source, i, i + 1) for p in pieces for i in range(p.start, p.stop)]
+        axis = 1 if single else entry.rule.axis
+        broken = replace(
+            entry.rule, axis=axis, arrange=lambda info: rows[::-1], per_source=False, sections=None, pad_to_tp=False
+        )
         return replace(entry, rule=broken)
 
     return mutate
@@ -51,7 +56,7 @@ def reversed_logprobs(model_dir: str, batch: list[list[list[int]]], rules: list[
     layout, answers = make_layout(), {}
     with use_layout(layout):
         for rule in rules[rank::size]:
-            with _expanding(_last_first(rule)):
+            with expanding(_last_first(rule)):
                 info, _, chunks = models.load(model_dir, layout)
             answer = models.forward_logprobs(info, layout, chunks, batch)
             assert answer is not None

@@ -19,6 +19,7 @@ from megarl.algorithms.objective.terms import WEIGHT_STREAMS, GlobalCounts
 from megarl.config.schema import Config
 from megarl.models.hf.export import HFExporter
 from megarl.models.hf.read_config import load_info
+from megarl.models.megatron import delta_net
 from megarl.models.megatron.layout import Layout
 from megarl.models.megatron.shards import local_shards, table
 from megarl.trainer import parallel
@@ -104,6 +105,17 @@ def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
     for module, name, parameter in places:
         module._parameters[name] = parameter
     return gradients
+
+
+def replicated(
+    model_dir: Path, layout: dict[str, Any], samples: list[TrainSample], summed: bool
+) -> dict[str, torch.Tensor]:
+    """What tensor ranks share, after an update. Not `summed`: a DeltaNet layer's norm has the gradient of own heads."""
+    own = mock.patch.object(delta_net, "copy_to_tensor_model_parallel_region", lambda tensor, group: tensor)
+    with contextlib.nullcontext() if summed else own, policy_under(model_dir, layout) as policy:
+        policy.update(own_share(samples)[1])
+        shards = local_shards(policy.module_chunks, policy.info, table(policy.info))
+        return {each.name: each.parameter.detach().clone() for each in shards if each.entry.rule.axis is None}
 
 
 def one_each(
