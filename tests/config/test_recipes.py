@@ -25,8 +25,8 @@ from tests.support.trainer.configs import with_changes
 SIZES = {
     "run.dir", "run.steps", "model.path", "model.shape",
     "trainer.gpus", "trainer.gpus_per_node", "trainer.devices", "trainer.device_memory_gib", "trainer.precision",
-    "trainer.parallel.tensor", "trainer.parallel.context", "trainer.parallel.expert",
-    "trainer.optimizer.warmup_steps",
+    "trainer.parallel.tensor", "trainer.parallel.context", "trainer.parallel.expert", "trainer.parallel.pipeline",
+    "trainer.parallel.pipeline_layout", "trainer.optimizer.warmup_steps",
     "algorithm.overlong.buffer_tokens", "batch.groups", "batch.samples_per_group", "sampling.max_tokens",
     "data.path", "data.max_prompt_tokens", "reward.function", "reward.workers", "evaluation.sets",
     "rollout.replicas", "rollout.tensor_parallel", "rollout.gpus_per_node", "rollout.devices",
@@ -125,6 +125,8 @@ def test_the_tool_of_retool_is_set_as_published(tmp_path: Path) -> None:
         ("qwen3_8b_gsm8k_8", Pace(1, 1, 1), "token_tis"),
         ("qwen3_8b_gsm8k_8_shared", Pace(1, 1, 0, in_turns=True), None),
         ("qwen3_30b_a3b_grpo_16_shared", Pace(1, 1, 0, in_turns=True), None),
+        ("glm4_5_air_grpo_64_shared", Pace(4, 4, 3, in_turns=True), None),
+        ("deepseek_v3_gsm8k_64x256", Pace(4, 4, 7), "token_tis"),
     ],
 )
 def test_how_far_each_recipe_runs_ahead(name: str, pace: Pace, correction: str | None) -> None:

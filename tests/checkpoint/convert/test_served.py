@@ -9,13 +9,11 @@ import pytest
 from megarl.models.families import FAMILIES
 from tests.support.checkpoints.converter import convert
 from tests.support.engines.live_engine import LiveReplica, Response, reference
-from tests.support.models.tiny import make_tiny_model
+from tests.support.models.tiny import LATENT, make_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PROMPT = [9, 3, 7, 5, 4, 8, 6]
-# The only size of latent attention that vLLM has a CPU kernel for: the published one.
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 
 
 def exported(source: Path, directory: Path) -> Path:

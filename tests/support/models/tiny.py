@@ -53,6 +53,8 @@ FAMILIES: dict[str, tuple[type, type]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
+# The only size of latent attention that vLLM has a CPU kernel for: the published one.
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 
 
 def make_tiny_tokenizer(directory: Path) -> PreTrainedTokenizerFast:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,19 @@ from megarl.config.derived.staleness import pace_of
 from megarl.config.loading.load import config_from_tree
 from tests.support.checkout import ROOT
 from tests.support.models.calling_model import teach_calls
-from tests.support.models.tiny import make_tiny_model
+from tests.support.models.tiny import LATENT, make_tiny_model
 from tests.support.models.tiny_vision import make_tiny_vision, picture
 from tests.support.trainer.configs import with_changes
 
-RECIPES = {path.stem: path for path in sorted((ROOT / "examples/rl/configs").glob("qwen*.yaml"))}
+_CONFIGS = sorted((ROOT / "examples/rl/configs").glob("*.yaml"))
+RECIPES = {path.stem: path for path in _CONFIGS if not path.stem.endswith("_cpu")}
 
+# Of a family: layers that the twin's stages divide as the recipe's do, and sizes that vLLM takes on a CPU.
+SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_hidden_layers": 5, **LATENT},  # a first stage of 4, a last one of 1
+    "glm4_moe": {"num_hidden_layers": 3, "moe_intermediate_size": 64},
+}
+STAGES = "Et|ttL"  # in the place of a recipe's own text
 RANKS, GROUPS, SAMPLES, RESPONSE_TOKENS = 2, 4, 4, 12
 CALLING_TOKENS = 96  # of a response that may call a tool: the call, its answer and what follows
 EVAL_SAMPLES = 2  # per problem of a held-out set
@@ -53,10 +59,11 @@ def twin(name: str, directory: Path) -> dict[str, Any]:
         "run__dir": str(directory / "run"),
         "run__steps": pace_of(config_from_tree(whole)).max_staleness + 3,
         "model__path": str(directory / "model"),
-        "trainer__gpus": max(RANKS, math.prod(sizes.get(size, 1) for size in ("tensor", "context", "pipeline"))),
+        "trainer__gpus": _ranks(sizes),
         "trainer__precision": "fp32",
         "trainer__optimizer__warmup_steps": 1,
-        "batch__groups": GROUPS,
+        # Groups of equal rewards are dropped; what is left must be enough for every update of a step.
+        "batch__groups": max(GROUPS, 2 * whole["trainer"].get("mini_batches", 1)),
         "batch__samples_per_group": SAMPLES,
         "sampling__max_tokens": max_tokens,
         "data__path": str(directory / "train.jsonl"),
@@ -70,6 +77,8 @@ def twin(name: str, directory: Path) -> dict[str, Any]:
         "timeouts": {"rpc_s": 60, "generate_s": 180, "weight_sync_s": 120, "save_s": 120, "engine_start_s": 900},
         **{f"trainer__parallel__{size}": ways for size, ways in sizes.items()},
     }
+    if "pipeline_layout" in whole["trainer"]["parallel"]:
+        changes["trainer__parallel__pipeline_layout"] = STAGES
     if "group_deadline_s" in whole["rollout"]:
         changes["rollout__group_deadline_s"] = 120.0  # so long that it comes for nothing that works
     if buffer:
@@ -85,7 +94,8 @@ def write_model_and_data(name: str, directory: Path) -> None:
     """A tiny seeded model of the recipe's family and additions in its data's format, where `twin` expects them."""
     shape = json.loads((ROOT / recipe(name)["model"]["shape"] / "config.json").read_text())
     sees = "vision_config" in shape
-    (make_tiny_vision if sees else make_tiny_model)(directory / "model", family=shape["model_type"])
+    family = shape["model_type"]
+    (make_tiny_vision if sees else make_tiny_model)(directory / "model", family=family, **SIZES.get(family, {}))
     problems = [(f"What is {a} + {b}?", str(a + b)) for a in range(3, 11) for b in range(2, 9)]
     if recipe(name).get("tools"):
         suffix = recipe(name)["data"].get("suffix", "")
@@ -120,6 +130,13 @@ def _small_set(whole: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _parallel_sizes(tree: dict[str, Any]) -> dict[str, int]:
     return {size: ways for size, ways in tree["trainer"]["parallel"].items() if size in PARALLEL_SIZES}
+
+
+def _ranks(sizes: dict[str, int]) -> int:
+    """The fewest ranks, at least two, that hold every kind of parallelism of the twin."""
+    tensor, pipeline = (sizes.get(size, 1) for size in ("tensor", "pipeline"))
+    experts = sizes.get("expert", 1) * sizes.get("expert_tensor", tensor)
+    return max(RANKS, pipeline * max(tensor * sizes.get("context", 1), experts))
 
 
 def _row(kind: str, problem: str, answer: str) -> dict[str, Any]:
