@@ -101,12 +101,12 @@ def dequantized(
     (height, width), scale_dtype = matrix.form.block, DTYPES[matrix.scales.dtype]
     scales = read(matrix.scales, scale_dtype, start // height, -(-stop // height))
     columns_C = torch.arange(first, last) // width
-    scales = scales[:, columns_C].float()
     out_RC = torch.empty((stop - start, last - first), dtype=getattr(torch, matrix.form.dtype))
     for low in range(start, stop, SLAB_ROWS):
         high = min(low + SLAB_ROWS, stop)
         rows_R = torch.arange(low, high) // height - start // height
-        out_RC[low - start : high - start] = _values(matrix, read, low, high, first, last) * scales[rows_R]
+        scales_RC = scales[rows_R[:, None], columns_C].float()
+        out_RC[low - start : high - start] = _values(matrix, read, low, high, first, last) * scales_RC
     return out_RC
 
 

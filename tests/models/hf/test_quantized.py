@@ -14,9 +14,10 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 
 from megarl.models.hf.directory import HFDirectory
-from megarl.models.hf.quantized import dequantized, quantized_matrices
+from megarl.models.hf.quantized import SLAB_ROWS, dequantized, quantized_matrices
 from megarl.models.hf.read_config import load_info, read_quantization
 from megarl.models.hf.safetensors import DTYPE_NAMES, TensorRecord
+from tests.support.measures.live_bytes import LiveBytes
 from tests.support.models.quantized import (
     FORMS,
     FP8,
@@ -86,6 +87,21 @@ def test_the_support_packs_as_the_library() -> None:
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     packed, scales, plain = int4(weight)
     assert torch.equal(packed, pack_to_int32((plain / scales.float().repeat_interleave(32, 1)).round().char(), 4))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_more_than_a_slab_is_in_fp32(packed: bool) -> None:
+    rows, columns = 32 * SLAB_ROWS, 256
+    if packed:
+        tensors = {"m.weight_packed": torch.zeros(rows, columns // 8, dtype=torch.int32)}
+        tensors |= {"m.weight_scale": torch.ones(rows, columns // 32), "m.weight_shape": torch.tensor([rows, columns])}
+    else:
+        scales = torch.ones(-(-rows // 24), -(-columns // 40))
+        tensors = {"m.weight": torch.zeros(rows, columns).to(torch.float8_e4m3fn), "m.weight_scale_inv": scales}
+    part = read(tensors, INT4 if packed else FP8)
+    with LiveBytes() as live:
+        matrix = part(0, None, None)
+    assert live.peak <= 2 * matrix.nbytes < rows * columns * 4 + matrix.nbytes
 
 
 @pytest.fixture
