@@ -151,7 +151,7 @@ nightly-runs: setup-test  ## Whole runs: modes, agents, harnesses, rewards that 
 	$(PY) -m pytest -m slow tests/system/test_agents.py tests/system/test_failing_rewards.py tests/system/test_harness.py \
 	  tests/system/test_modes.py tests/system/test_monitor.py tests/system/test_observed_run.py \
 	  tests/system/test_pool_changes.py tests/system/test_resumed_runs.py tests/system/test_train.py \
-	  tests/system/test_vision.py $(PARALLEL)
+	  tests/system/test_vision.py tests/system/test_router_replay.py $(PARALLEL)
 
 nightly-learning: setup-test  ## Runs that must learn, and their controls that must not; the examples; the commands of the pages.
 	$(PY) -m pytest -m slow tests/system/test_quickstart.py tests/system/test_calculator.py \

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megarl.rollout.engine.engine_args import RETURNS_EXPERTS
 from megarl.rollout.engine.engine_requests import WeightState
 
 ENVIRONMENT = {
@@ -28,8 +29,17 @@ START_S = 600.0
 class LiveReplica:
     """`ReplicaHandle` around an AsyncLLM (fp32). With `tensor_parallel` its workers are processes."""
 
-    def __init__(self, model: Path, name: str = "replica 0", tensor_parallel: int = 1, **engine_args: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        name: str = "replica 0",
+        tensor_parallel: int = 1,
+        *,
+        experts: bool = False,
+        **engine_args: Any,
+    ) -> None:
         self.name = name
+        self._experts = experts  # returned with the tokens
         self._workers = tensor_parallel
         self.failed: str | None = None
         self.weights = WeightState(has_weights=True)
@@ -62,7 +72,11 @@ class LiveReplica:
             from vllm.v1.engine.async_llm import AsyncLLM
 
             transfer = WeightTransferConfig(backend="megarl")
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, weight_transfer_config=transfer))
+            own = RETURNS_EXPERTS if self._experts else {}
+            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, **own, weight_transfer_config=transfer))
+            if self._experts:
+                await engine.collective_rpc("return_routed_experts")
+            return engine
         finally:
             for key, value in before.items():
                 if value is None:

@@ -11,6 +11,7 @@ Shapes: B the bytes of all rows.
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megarl.common.values import packed
 from megarl.queue.images import ImageRef
+from megarl.queue.routes import Routes
 from megarl.queue.streams import STREAMS, Stream, stream_row
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan
 
@@ -31,6 +33,7 @@ TAG = "tag"
 _HEAD = 4  # numbers in a row's head
 _FIELDS = ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask")  # those that a row has as they are
 _TEXTS = ("failure", "reward_error")  # in the tags, but not of those that every rank reads; so are images
+_ROUTES = "routes"  # in the tags of rows that end with their experts: `Routes.form`
 _IMAGES = "images"  # in the tags of rows that have some: hash, offset, height and width of each
 _SCALARS = (
     "group_id", "sample_index", "finish_reason", "reward", "reward_components", "status", *_TEXTS, "dataset", "part",
@@ -111,14 +114,17 @@ def _content_of(trajectory: Trajectory) -> bytes:
     parts = [
         columns[name] if name in columns else packed(code, values[name]) for name, code, _ in _layout(head, streams)
     ]
-    return b"".join([head.tobytes(), *parts])
+    experts = [] if trajectory.routes is None else [trajectory.routes.tobytes()]
+    return b"".join([head.tobytes(), *parts, *experts])
 
 
 def _tag(trajectory: Trajectory) -> dict[str, str]:
     # One text, because the library copies each value of a tag three times on its way (`copy.deepcopy`).
     # `asdict` would copy every value of every field recursively.
     images = {_IMAGES: [astuple(image) for image in trajectory.images]} if trajectory.images else {}
-    return {TAG: json.dumps(vars(trajectory.tag) | {name: getattr(trajectory, name) for name in _TEXTS} | images)}
+    routes = {} if trajectory.routes is None else {_ROUTES: trajectory.routes.form}
+    texts = {name: getattr(trajectory, name) for name in _TEXTS}
+    return {TAG: json.dumps(vars(trajectory.tag) | texts | images | routes)}
 
 
 def _content(tag: Mapping[str, str]) -> dict[str, Any]:
@@ -128,20 +134,24 @@ def _content(tag: Mapping[str, str]) -> dict[str, Any]:
 
 def decode_tag(tag: Mapping[str, str]) -> SampleTag:
     """Return the tag of one row."""
-    return SampleTag(**{name: value for name, value in _content(tag).items() if name not in (*_TEXTS, _IMAGES)})
+    return SampleTag(
+        **{name: value for name, value in _content(tag).items() if name not in (*_TEXTS, _IMAGES, _ROUTES)}
+    )
 
 
 def decode(data: TensorDict, tags: Sequence[Mapping[str, str]]) -> list[Trajectory]:
     """Return the trajectories of `encode`'s column and tags. Raises ValueError for a row that `encode` has not made."""
     trajectories = []
     for row, tag in zip(_rows(data[COLUMN]), map(_content, tags), strict=True):
-        values = _values(row, tag["key"])
+        form = tag.get(_ROUTES)
+        end = len(row) - (math.prod(form) if form else 0)
+        values, routes = _values(row[:end], tag["key"]), Routes.read(form, bytes(row[end:])) if form else None
         flat = values["versions"]
         spans = tuple(VersionSpan(*flat[start : start + _SPAN]) for start in range(0, len(flat), _SPAN))
         own = {name: values[name] for name in _FIELDS} | {name: tag[name] for name in _SCALARS}
         streams = {stream.name: values[stream.name] for stream in STREAMS.from_rollout if stream.name in values}
         images = tuple(ImageRef(*image) for image in tag.get(_IMAGES, ()))
-        trajectories.append(Trajectory(versions=spans, streams=streams, images=images, **own))
+        trajectories.append(Trajectory(versions=spans, streams=streams, images=images, routes=routes, **own))
     return trajectories
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from megarl.common.values import packed
 from megarl.queue.images import ImageRef
+from megarl.queue.routes import Routes
 
 FinishReason = Literal["stop", "length", "abort"]
 SampleStatus = Literal["ok", "failed"]
@@ -74,6 +75,7 @@ class Trajectory:
         turn_rewards: what the model's turns have earned next to `reward`, in order; empty for none. `turn_starts`: the
             first response token of each of these turns.
         images: the images of the prompt in the order of their offsets; empty for none.
+        routes: the experts of the tokens of prompt and response but the last; None: no engine has returned any.
         demonstrated: the response was given with the data and no weights have made it: it has neither versions nor a
             reward, its log-probs are 0, and it is trained by the loss term `ce` alone.
     """
@@ -98,6 +100,7 @@ class Trajectory:
     turn_rewards: list[float] = field(default_factory=list)
     turn_starts: list[int] = field(default_factory=list)
     images: tuple[ImageRef, ...] = ()
+    routes: Routes | None = None
 
     def __post_init__(self) -> None:
         if not self.response_mask:

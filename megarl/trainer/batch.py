@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megarl.algorithms.objective.terms import WEIGHT_STREAMS
 from megarl.queue.images import ImageRef
+from megarl.queue.routes import Routes, RoutesSpec
 from megarl.queue.streams import ADVANTAGES, CE_WEIGHTS, STREAMS, Stream
 from megarl.queue.trajectory import Trajectory
 from megarl.trainer.packing import chunk_count, padded
@@ -193,27 +194,12 @@ def check_samples(samples: Sequence[TrainSample], vocab_size: int, *, sees: bool
                 raise ValueError(f"sample {sample.key}: a value of {name} is not finite")
 
 
-def check_routes(samples: Sequence[TrainSample], layers: int, topk: int, experts: int) -> None:
-    """Raise ValueError, with a message that names the sample, unless each has `topk` of `experts` per token and layer.
-
-    Megatron-Core takes missing rows and repeated experts without an error, and routes to fewer experts or none.
-    """
+def check_routes(samples: Sequence[TrainSample], spec: RoutesSpec) -> None:
+    """Raise ValueError, with a message that names the sample, unless each has experts of this `spec` to replay."""
     for sample in samples:
-        if sample.routes_TLK is None:
-            raise ValueError(f"sample {sample.key} has no experts to replay (trainer.router_replay)")
-        wanted = (sample.length, layers, topk)
-        if tuple(sample.routes_TLK.shape) != wanted:
-            raise ValueError(
-                f"sample {sample.key}: its experts have shape {list(sample.routes_TLK.shape)}, not [tokens, layers, "
-                f"experts of a token] = {list(wanted)}"
-            )
-        sorted_TLK = sample.routes_TLK.long().sort(-1).values
-        if sorted_TLK.numel() and (
-            int(sorted_TLK.min()) < 0
-            or int(sorted_TLK.max()) >= experts
-            or bool((sorted_TLK[..., 1:] == sorted_TLK[..., :-1]).any())
-        ):
-            raise ValueError(f"sample {sample.key}: a token has an expert twice, or one outside 0..{experts - 1}")
+        routes = None if sample.routes_TLK is None else Routes(sample.routes_TLK.numpy())
+        if problem := spec.problem(routes, sample.length):
+            raise ValueError(f"sample {sample.key}: {problem} (trainer.router_replay)")
 
 
 def common_streams(samples: Sequence[TrainSample]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import (
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from megarl import platforms
 from megarl.models.megatron.shards import unwrap
+from megarl.queue.routes import Routes, RoutesSpec
 
 _BALANCING = {
     "aux_loss": "load_balancing_loss",
@@ -97,10 +99,20 @@ class RoutedExperts:
             routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
             self._replays[unwrap(chunk)] = {len(self.layers) + i: each.router_replay for i, each in enumerate(routers)}
             self.layers += [router.layer_number - 1 for router in routers]
-        self.experts, self.topk = int(config.num_moe_experts or 0), config.moe_router_topk
-        self.dtype = torch.uint8 if self.experts <= 256 else torch.int16
+        self.spec = RoutesSpec(len(self.layers), config.moe_router_topk, int(config.num_moe_experts or 0))
+        self.dtype = torch.uint8 if self.spec.experts <= 256 else torch.int16
         self._scattered = config.sequence_parallel
         self._recorded: dict[torch.nn.Module, list[Tensor]] = {chunk: [] for chunk in self._replays}
+
+    def own(self, routes: Routes, moe_layers: Sequence[bool]) -> Tensor:
+        """Return the experts of an engine's `routes` for this rank's layers, [T, L, K] with a row for the last token.
+
+        The engine has not read that token, and nothing is predicted from it: it gets the experts 0..K-1.
+        """
+        places = [sum(moe_layers[:layer]) for layer in self.layers]
+        own_TLK = torch.from_numpy(routes.experts_TLK[:, places].astype(np.int16)).to(self.dtype)
+        last_TLK = torch.arange(self.spec.topk, dtype=self.dtype).expand(1, len(places), self.spec.topk)
+        return torch.cat([own_TLK, last_TLK])
 
     def begin(self, chunk: torch.nn.Module, routes_TLK: Tensor | None) -> None:
         """Prepare a pass of `chunk`: replay its layers and this rank's rows of `routes_TLK`; None: record."""
@@ -121,7 +133,7 @@ class RoutedExperts:
         recorded = [replay.get_recorded_indices() for replay in self._replays[chunk].values()]
         if not recorded:
             self._recorded[chunk].append(
-                torch.empty(tokens, 0, self.topk, dtype=self.dtype, device=platforms.current().device)
+                torch.empty(tokens, 0, self.spec.topk, dtype=self.dtype, device=platforms.current().device)
             )
             return
         rows_TLK = torch.stack(recorded, 1).to(self.dtype)

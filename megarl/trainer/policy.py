@@ -10,7 +10,7 @@ statistics.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,7 @@ from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.build_model import build_model, transformer_config
 from megarl.models.megatron.layout import Layout
 from megarl.queue.images import ImageRef
+from megarl.queue.routes import Routes
 from megarl.queue.streams import OLD_LOGPROBS, ROLLOUT_LOGPROBS, SOURCES
 from megarl.trainer.batch import (
     MicroBatch,
@@ -197,10 +198,11 @@ class Policy:
         """
         if reference and self.reference is None:
             raise ValueError("there is no reference model because algorithm.kl.coef is 0")
-        if self.routed is not None and any(each.routes_TLK is not None for each in samples):
+        frozen = self.teachers[teacher] if teacher else self.reference if reference else None
+        given = self.config.trainer.router_replay == "r3" or any(each.routes_TLK is not None for each in samples)
+        if frozen is None and given:
             self._check_routes(samples)
         micro_batches, _ = self._pack(samples, self._tell_all(samples))
-        frozen = self.teachers[teacher] if teacher else self.reference if reference else None
         chunks = self.module_chunks if frozen is None else frozen.chunks
         vocabulary = (self.info if frozen is None else frozen.info).vocab_size
 
@@ -218,9 +220,18 @@ class Policy:
         by_index = dict(zip(order, unpack(logprobs_R, samples, order), strict=True))
         return [by_index[index].clone() for index in range(len(samples))]
 
+    def set_routes(self, samples: Iterable[TrainSample], routes: Mapping[str, Routes | None]) -> None:
+        """Let the routers of this rank replay the experts that engines have chosen, with `trainer.router_replay: r3`.
+
+        `routes`: by the key of a sample. A pass or an update refuses a sample without any.
+        """
+        for sample in samples if self.config.trainer.router_replay == "r3" else ():
+            if self.routed is not None and (given := routes[sample.key]) is not None:
+                sample.routes_TLK = self.routed.own(given, self.info.moe_layers)
+
     def _check_routes(self, samples: Sequence[TrainSample]) -> None:
         if self.routed is not None:
-            check_routes(samples, len(self.routed.layers), self.routed.topk, self.routed.experts)
+            check_routes(samples, self.routed.spec)
 
     def _keep_routes(self, samples: Sequence[TrainSample], micro_batches: Sequence[MicroBatch]) -> None:
         """End a pass of the policy; give samples the experts that it has recorded, if they had none."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from megarl.algorithms.objective.objective import Objective
 from megarl.algorithms.objective.terms import WEIGHT_STREAMS
 from megarl.queue.dump import read_batch, write_batch
-from megarl.queue.row_format import decode, encode
+from megarl.queue.routes import Routes
+from megarl.queue.row_format import decode, decode_tag, encode
 from megarl.queue.streams import (
     ADVANTAGES,
     CE_WEIGHTS,
@@ -108,6 +110,22 @@ def test_a_row_is_as_long_as_the_streams_that_it_has() -> None:
     column, _ = encode([trajectory(0, 100), trajectory(1, 100, ce_weights=[0.5] * 100)])
     without, with_one = (end - start for start, end in pairwise(column["trajectory"].offsets().tolist()))
     assert with_one - without == 4 * 100
+
+
+def test_rows_keep_the_experts_of_their_tokens_and_are_no_longer_without() -> None:
+    many = Routes(np.arange(24, dtype=np.uint16).reshape(4, 3, 2) + 250)
+    batch = [
+        replace(trajectory(0, 3), routes=many),
+        replace(trajectory(1, 5, ce_weights=[0.5] * 5), routes=Routes(np.ones((6, 1, 4), np.uint8))),
+        trajectory(2, 3),
+    ]
+    column, tags = encode(batch)
+    back = decode(column, tags)
+    assert [row.routes for row in back] == [row.routes for row in batch]
+    assert all(same(row, typed(filled(original))) for row, original in zip(back, batch, strict=True))
+    longest, _, plain = (end - start for start, end in pairwise(column["trajectory"].offsets().tolist()))
+    assert longest - plain == 24 * 2
+    assert decode_tag(tags[0]) == batch[0].tag
 
 
 @settings(deadline=None, max_examples=50)

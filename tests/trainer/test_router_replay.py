@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megarl.queue.routes import RoutesSpec
 from megarl.trainer.batch import TrainSample, check_routes
 from tests.support.losses.rl_problem import LAYERS, plain_gradients_of, plain_loss
 from tests.support.models.tensors import merge, worst
@@ -201,16 +202,17 @@ GOOD = torch.tensor([[[0, 3], [1, 2]]] * 3, dtype=torch.uint8)
     ("routes", "message"),
     [
         (None, "no experts to replay"),
-        (GOOD[:2], r"shape \[2, 2, 2\]"),
+        (GOOD[:2], r"the shape \[2, 2, 2\], not \[3, 2, 2\]"),
         (GOOD[:, :1], r"shape \[3, 1, 2\]"),
         (GOOD[:, :, :1], r"shape \[3, 2, 1\]"),
         (torch.where(GOOD == 3, 0, GOOD), "an expert twice"),
-        (torch.where(GOOD == 3, 4, GOOD), r"outside 0\.\.3"),
-        (torch.where(GOOD == 3, -1, GOOD.to(torch.int16)), r"outside 0\.\.3"),
+        (torch.where(GOOD == 3, 4, GOOD), "expert 4 of 4"),
+        (torch.where(GOOD == 3, -1, GOOD.to(torch.int16)), "expert -1 of 4"),
     ],
 )
 def test_experts_that_cannot_be_replayed_are_refused(routes: torch.Tensor | None, message: str) -> None:
-    check_routes([sample(GOOD)], 2, 2, 4)
+    spec = RoutesSpec(layers=2, topk=2, experts=4)
+    check_routes([sample(GOOD)], spec)
     with pytest.raises(ValueError, match=message) as caught:
-        check_routes([sample(GOOD), replace(sample(routes), key="7:1")], 2, 2, 4)
+        check_routes([sample(GOOD), replace(sample(routes), key="7:1")], spec)
     assert "7:1" in str(caught.value)

@@ -106,10 +106,9 @@ def _is_step(outputs: EngineCoreOutputs) -> bool:
 
 
 def _says_more(output: EngineCoreOutput) -> bool:
-    """Return whether an output has more than tokens with log-probs, and how they end. It passes at once."""
+    """Return whether an output has more than tokens with log-probs and experts, and how they end. It passes at once."""
     return (
-        output.routed_experts is not None
-        or output.events is not None  # with the first token, whose time is that of its message
+        output.events is not None  # with the first token, whose time is that of its message
         or output.new_prompt_logprobs_tensors is not None
         or output.prompt_token_id_logprobs is not None
         or output.pooling_output is not None
@@ -141,6 +140,8 @@ def _join(parts: list[EngineCoreOutput]) -> EngineCoreOutput:
     last.new_logprobs = _join_logprobs([part.new_logprobs for part in parts if part.new_logprobs is not None])
     last.events = [event for part in parts for event in part.events or ()] or None
     last.prefill_stats = first.prefill_stats
+    experts = [part.routed_experts for part in parts if part.routed_experts is not None]
+    last.routed_experts = np.concatenate(experts) if experts else None
     return last
 
 

@@ -67,6 +67,7 @@ RESERVED: dict[str, str] = {
     "quantization": "a quantised engine samples from another policy than the trainer's",
     "trust_remote_code": "always false: Python code of a model never runs, and no supported family needs it",
     "enable_lora": "LoRA is not supported",
+    "enable_return_routed_experts": "set trainer.router_replay",
     "skip_tokenizer_init": "always true: token ids in and out",
 }
 

@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from megarl.config.derived.datasets import train_sets
 from megarl.config.derived.logprob_passes import recomputes_old_logprobs
 from megarl.config.derived.pools import trainer_layout
 from megarl.config.megatron import fields as megatron_fields
 from megarl.config.megatron.reserved import GPU_ONLY, Target, passes_recompute, transformer_fields
 from megarl.config.schema import Config, MegatronConfig, ParallelConfig, RolloutConfig, TrainerConfig
+from megarl.config.schema.agent import HARNESS
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.megatron.layout import UNEVEN_STAGES, layers_of_text
 
@@ -168,6 +170,8 @@ def router_replay_problems(config: Config, info: ModelInfo) -> Iterator[str]:
             "trainer.router_replay: r2 replays the experts of the trainer's pass for the old log-probs, and this run "
             "makes none; set algorithm.old_logprobs=trainer"
         )
+    if mode == "r3":
+        yield from _engine_replay_problems(config)
     if fields.get("moe_router_fusion"):
         yield (
             "megatron.transformer.moe_router_fusion: the fused router replays nothing (trainer.router_replay); "
@@ -179,6 +183,25 @@ def router_replay_problems(config: Config, info: ModelInfo) -> Iterator[str]:
             f"megatron.transformer.moe_router_load_balancing_type: routing by {kind} replays nothing "
             "(trainer.router_replay); use another"
         )
+
+
+def _engine_replay_problems(config: Config) -> Iterator[str]:
+    """Yield what keeps engines from returning the experts of every token, or these from coming to the trainer."""
+    engine, key = config.rollout.engine_kwargs, "trainer.router_replay: r3"
+    if engine.get("enable_prefix_caching") is False:
+        yield f"rollout.engine_kwargs.enable_prefix_caching: {key} needs it true in vLLM; remove it"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if engine.get(name, 1) != 1:
+            yield f"rollout.engine_kwargs.{name}: with it vLLM returns no experts ({key}); remove it"
+    for name in ("worker_extension_cls", "scheduler_cls"):
+        if name in engine:
+            yield f"rollout.engine_kwargs.{name}: {key} uses it without a GPU; remove it"
+    if config.agent.loop == HARNESS or config.agent.loop.startswith("megarl.environments."):
+        yield f"{key}: responses that come through the gateway have no experts; use r2 with this agent.loop"
+    if any(each.demonstrates for each in train_sets(config)):
+        yield f"{key}: no engine has chosen experts for demonstrations; use r2"
+    if config.telemetry.dump_batches:
+        yield f"telemetry.dump_batches: recorded batches have no experts, which {key} needs; set one of them otherwise"
 
 
 def megatron_problems(trainer: TrainerConfig, megatron: MegatronConfig, device: str) -> Iterator[str]:

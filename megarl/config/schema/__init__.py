@@ -162,10 +162,11 @@ class TrainerConfig(Section):
         "layers of each stage (a number), full (all layers). auto: the first of these that the plan fits, with a "
         "tenth of the memory free. Fields `recompute_*` of `megatron.transformer` replace it.",
     )
-    router_replay: Literal["none", "r2"] = Field(
+    router_replay: Literal["none", "r2", "r3"] = Field(
         "none",
-        description="Experts of a mixture that updates replay instead of choosing again: none, or r2: those of the "
-        "trainer's pass for the old log-probs (docs/training.md#router-replay).",
+        description="Experts of a mixture that the trainer replays instead of choosing by itself: none; r2: in "
+        "updates, those of its pass for the old log-probs; r3: those that the engines chose "
+        "(docs/training.md#router-replay).",
     )
     mini_batches: int = Field(1, ge=1, description="Optimizer updates per step; the batch is split between groups.")
     max_skipped_steps: int = Field(

@@ -168,7 +168,8 @@ class AgentContext:
             name = f"{self.group_id}:{self.sample_index}"
             raise RolloutError(f"sample {name} should continue after turn {turn}, whose response was not kept")
         ids, logprobs = part.response_ids, part.logprobs
-        return GenerateResult(f"turn {turn}", ids, logprobs, part.versions, part.finish_reason, -1)
+        versions, end, routes = part.versions, part.finish_reason, part.routes
+        return GenerateResult(f"turn {turn}", ids, logprobs, versions, end, -1, routes=routes)
 
     @property
     def _loop(self) -> FrozenLoop:

@@ -14,8 +14,11 @@ from typing import Any, cast
 from megarl.common.errors import RequestFailed, RolloutError, ToolFailed, TrajectoryFull
 from megarl.common.imports import imported
 from megarl.common.trust.secret_references import resolved
+from megarl.config.schema import Config
 from megarl.config.schema.agent import HARNESS, SINGLE_TURN, TOOL_AGENT, AgentConfig
 from megarl.evaluation.accuracy import SampleFailure, ScoredResponse
+from megarl.models.hf.read_config import load_info
+from megarl.queue.routes import RoutesSpec
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.builtin.gsm8k import final_number
 from megarl.rewards.builtin.math import last_boxed
@@ -24,7 +27,12 @@ from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.loop_run import LoopRun
 from megarl.rollout.agents.tool_agent import ToolAgent
-from megarl.rollout.agents.trajectory_builder import failed_trajectory, sample_rows, trajectory
+from megarl.rollout.agents.trajectory_builder import (
+    fail_without_routes,
+    failed_trajectory,
+    sample_rows,
+    trajectory,
+)
 from megarl.rollout.engine.messages import GenerateResult
 from megarl.rollout.engine.teachers.teacher_client import Teachers
 from megarl.rollout.tasks.prompts import PromptTask
@@ -163,12 +171,14 @@ class LoopHost:
         toolboxes: Mapping[str, Toolbox] | None = None,
         eval_toolboxes: Mapping[str, Toolbox] | None = None,
         teachers: Teachers | None = None,
+        routes: RoutesSpec | None = None,
     ) -> None:
         """`decode_all`: returns the texts of token ids; `timeout_s`: the longest time that it may take.
 
-        `teachers`: those that have engines; None: the run has none.
+        `teachers`: those that have engines; None: the run has none. `routes`: of the experts that each trajectory must
+        have; None: none.
         """
-        self.loop, self.rewards, self.teachers = loop, rewards, teachers
+        self.loop, self.rewards, self.teachers, self._routes = loop, rewards, teachers, routes
         self._decoder = BatchDecoder(decode_all, timeout_s)
         self._toolboxes, self._eval_toolboxes = toolboxes or {}, eval_toolboxes or {}
 
@@ -183,7 +193,10 @@ class LoopHost:
         toolbox = self._toolboxes.get(job.prompt.dataset)
         contexts = [AgentContext(run, index, toolbox, self.rewards, self._decoder) for index in job.samples]
         results = await _ended([_run_sample(loop, each) for each in contexts], run, loop)
-        rows = [row for each, made in zip(contexts, results, strict=True) for row in sample_rows(made, *each.place)]
+        samples = [sample_rows(made, *each.place) for each, made in zip(contexts, results, strict=True)]
+        if self._routes is not None:
+            samples = [fail_without_routes(rows, self._routes) for rows in samples]
+        rows = [row for rows in samples for row in rows]
         return await self._taught(_of_prompt(rows, job.prompt), run)
 
     async def respond(self, run: LoopRun) -> EvaluatedResponse:
@@ -292,6 +305,14 @@ class SingleTurn:
         result = await ctx.generate(ctx.prompt.ids)
         outcome = await ctx.judge(result)
         return trajectory(ctx.group_id, ctx.sample_index, ctx.prompt.ids, result, outcome)
+
+
+def routes_spec(config: Config) -> RoutesSpec | None:
+    """Return what the experts of a token are that the trainer replays; None if engines return none."""
+    if config.trainer.router_replay != "r3":
+        return None
+    info = load_info(config.model.path)
+    return RoutesSpec(sum(info.moe_layers), info.topk, info.num_experts or 0)
 
 
 def find_loop(agent: AgentConfig) -> AgentLoop:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megarl.common.values import changed
+from megarl.queue.routes import Routes, RoutesSpec, joined
 from megarl.queue.streams import STREAMS, stream_row
 from megarl.queue.trajectory import FinishReason, Trajectory, VersionSpan, first_bad_logprob
 from megarl.rewards.types import RewardOutcome
@@ -107,6 +108,7 @@ def row_of(
         turn_rewards=by_turn,
         turn_starts=starts if by_turn else [],
         response_mask=mask or [],
+        routes=result.routes,
     )
 
 
@@ -132,12 +134,15 @@ def dialogue_trajectory(
     mask: list[int] = []
     spans: list[VersionSpan] = []
     starts: list[int] = []
+    routes: Routes | None = None
     for turn, result in enumerate(results):
         starts.append(len(ids))
         offset, after = len(ids), list(inserted[turn]) if turn + 1 < len(results) else []
         spans += [changed(span, start=span.start + offset, end=span.end + offset) for span in result.versions]
         ids += result.response_ids
         ids += after
+        if result.routes is not None:  # a turn's prompt is all that came before, of which most is known
+            routes = joined(routes, result.routes.of(0 if routes is None else len(routes)))
         logprobs += result.logprobs
         logprobs += [0.0] * len(after)
         mask += [1] * len(result.response_ids)
@@ -145,7 +150,7 @@ def dialogue_trajectory(
     if not ids:
         return failed_trajectory(group_id, sample_index, failure or "empty response")
     versions = tuple(spans)
-    whole = GenerateResult("", ids, logprobs, versions, finish_reason, -1, failure=failure)
+    whole = GenerateResult("", ids, logprobs, versions, finish_reason, -1, failure=failure, routes=routes)
     if outcome is None and not failure:
         raise ValueError(f"sample {group_id}:{sample_index} is valid but was not judged")
     return row_of(group_id, sample_index, prompt_ids, whole, outcome, failure, starts, mask)
@@ -196,6 +201,15 @@ def _without_version(row: Trajectory) -> int | None:
             return covered + next(token for token, sampled in enumerate(gap) if sampled)
         covered = max(covered, end)
     return None
+
+
+def fail_without_routes(rows: list[Trajectory], spec: RoutesSpec) -> list[Trajectory]:
+    """Return a sample's rows, as failed if the experts of one of them cannot be replayed."""
+    problems = [spec.problem(row.routes, len(row.prompt_ids) + len(row.response_ids) - 1) for row in rows]
+    if not any(problems) or rows[0].status == "failed":
+        return rows
+    failure = next(filter(None, problems))
+    return [replace(row, status="failed", failure=failure) for row in rows]
 
 
 # The rows that an agent loop has made of one sample, checked and numbered. Pure.

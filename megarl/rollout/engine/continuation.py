@@ -179,6 +179,7 @@ def _result(response: _Response, tokens: ResponsePart) -> GenerateResult:
         response.failure,
         response.lost_queue_s + tokens.queue_s,
         response.lost_prefill_s + tokens.prefill_s,
+        tokens.routes,
     )
 
 

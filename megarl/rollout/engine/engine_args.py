@@ -57,6 +57,11 @@ def start_engines_fast() -> None:
 CPU_BATCHED_TOKENS = 8192
 # vLLM's own CPU worker ignores sleep. A name, because only an engine's process imports it.
 SLEEPING_CPU_WORKER = "megarl.weights.receive.sleeping_worker.SleepingCPUWorker"
+# An engine without a GPU returns experts after a call of `return_routed_experts` in its workers.
+RETURNS_EXPERTS = {
+    "scheduler_cls": "megarl.rollout.engine.routed_experts.ExpertsScheduler",
+    "worker_extension_cls": "megarl.rollout.engine.routed_experts.ReturnsRoutedExperts",
+}
 GPU_MEMORY = "megarl.weights.receive.vllm_plugin.GpuMemory"
 
 

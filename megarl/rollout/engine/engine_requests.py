@@ -13,7 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megarl.common.errors import ReplicaFailed, RequestFailed
+from megarl.common.values import changed
+from megarl.queue.routes import Routes
 from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.engine.engine_load import EngineMonitor
 from megarl.rollout.engine.messages import GenerateRequest
@@ -195,6 +199,7 @@ UNKNOWN_VERSION = -1
 
 @dataclass(frozen=True)
 class _Open:
+    request: GenerateRequest
     started: float
     task: asyncio.Task[tuple[CompletionOutput, float]]
 
@@ -204,13 +209,15 @@ class EngineRequests:
 
     def __init__(
         self, engine: AsyncLLM, replica: int, monitor: EngineMonitor, silence_s: float,
-        images: ImageInputs | None = None,
+        images: ImageInputs | None = None, routed: Sequence[bool] | None = None,
     ) -> None:  # fmt: skip
         """`replica`: index for errors. `silence_s`: how long an engine with requests may make no step.
 
-        `images`: makes the inputs of prompts with images; None: the model sees none.
+        `images`: makes the inputs of prompts with images; None: the model sees none. `routed`: the layers whose
+        experts the engine returns, of all; None: it returns none.
         """
         self._images = images
+        self._layers = None if routed is None else np.flatnonzero(routed)
         self._engine, self._replica, self._monitor, self._silence_s = engine, replica, monitor, silence_s
         self._open: dict[str, _Open] = {}
         self.times = RequestTimes()
@@ -230,7 +237,7 @@ class EngineRequests:
         for request in requests:
             now = time.monotonic()
             task = asyncio.create_task(self._generate(request, now))
-            self._open[request.request_id] = _Open(now, task)
+            self._open[request.request_id] = _Open(request, now, task)
             self.times.begin(request.request_id, now)
 
     async def report(self, reported: Mapping[str, int], wait_s: float) -> dict[str, ResponsePart]:
@@ -304,13 +311,20 @@ class EngineRequests:
             output, seconds = found.task.result()
             end: FinishReason = output.finish_reason if output.finish_reason in {"stop", "length"} else "abort"
             spans = output.weight_versions or ()
-            return self._read(name, output.token_ids, output.logprobs, spans, known, end, seconds, times)
+            part = self._read(name, output.token_ids, output.logprobs, spans, known, end, seconds, times)
+            if self._layers is None or output.routed_experts is None:
+                return part
+            return self._with_routes(part, [output.routed_experts], found.request, known)
         seconds = time.monotonic() - found.started
         processor = self._engine.output_processor
         for internal_id in processor.external_req_ids.get(name, ()):
             state = processor.request_states[internal_id]
             ids, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
-            return self._read(name, ids, logprobs, state._weight_version_spans() or (), known, None, seconds, times)
+            spans = state._weight_version_spans() or ()
+            part = self._read(name, ids, logprobs, spans, known, None, seconds, times)
+            if self._layers is None:
+                return part
+            return self._with_routes(part, state.routed_experts_chunks, found.request, known)
         # It has not reached the engine yet, or has just ended; the next report shows it.
         return ResponsePart(seconds=seconds, queue_s=times[0], prefill_s=times[1])
 
@@ -333,6 +347,19 @@ class EngineRequests:
         )
         queue_s, prefill_s = min(times[0], seconds), times[1]
         return ResponsePart(new, values, versions, end, seconds, queue_s, min(prefill_s, seconds - queue_s))
+
+    def _with_routes(
+        self, part: ResponsePart, experts: Sequence[np.ndarray], request: GenerateRequest, known: int
+    ) -> ResponsePart:
+        """Return the part with the experts that no part before has; `experts`: [tokens, all layers, K] since the start.
+
+        The engine may have returned fewer: whoever has the whole response counts them.
+        """
+        if not part.response_ids or not experts:
+            return part
+        begin = 0 if not known else len(request.prompt_ids) + known - 1 - request.routes_from
+        end = len(request.prompt_ids) + known + len(part.response_ids) - 1 - request.routes_from
+        return changed(part, routes=Routes(np.concatenate(experts)[begin:end, self._layers]))
 
     async def _generate(self, request: GenerateRequest, started: float) -> tuple[CompletionOutput, float]:
         """Return the whole response, and the seconds since `started`."""
@@ -376,6 +403,7 @@ def _parameters(request: GenerateRequest) -> SamplingParams:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        routed_experts_prompt_start=request.routes_from,
     )
 
 

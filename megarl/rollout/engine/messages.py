@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megarl.config.schema import SamplingConfig
 from megarl.config.schema.data import NO_REPETITION_PENALTY, NO_TOP_K, NO_TOP_P, EvalSamplingConfig
 from megarl.queue.images import ImageRef
+from megarl.queue.routes import Routes
 from megarl.queue.trajectory import FinishReason, VersionSpan
 
 
@@ -57,6 +58,7 @@ class GenerateRequest:
 
     `priority`: an engine that schedules by priority takes lower numbers first; training has 0. `images`: those of the
     prompt by their places; `files`: their files, or what a replica awaits to get them, which the fleet adds.
+    `routes_from`: the first token of the prompt whose experts are not known yet.
     """
 
     request_id: str
@@ -66,6 +68,7 @@ class GenerateRequest:
     priority: int = 0
     images: tuple[ImageRef, ...] = ()
     files: tuple[bytes | Awaitable[bytes], ...] = ()
+    routes_from: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class GenerateResult:
     from the request's arrival at the replica to its last token; of these, `queue_s` passed before an engine began with
     it, and `prefill_s` from then to its first token. `lost_replicas`: replicas that were lost while they
     worked on it; `replica` continued from the tokens that they had reported. `cut`: it ended at its group's deadline.
-    `failure`: why it was given up; empty if it was not.
+    `failure`: why it was given up; empty if it was not. `routes`: the experts of the tokens of prompt and response but
+    the last; None: the engine returns none.
     """
 
     request_id: str
@@ -91,6 +95,7 @@ class GenerateResult:
     failure: str = ""
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    routes: Routes | None = None
 
 
 def request_seed(run_seed: int, group_id: int, sample_index: int, turn: int = 0) -> int:

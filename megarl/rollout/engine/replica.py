@@ -25,7 +25,14 @@ from megarl.common.process.processes import ProcessId, die_with, own_children, s
 from megarl.common.rundir.private_directory import name_shared_memory
 from megarl.config.schema import Config
 from megarl.models.hf.model_files import raw_config
-from megarl.rollout.engine.engine_args import engine_args, engine_environment, reads_weights, start_engines_fast
+from megarl.models.hf.read_config import load_info
+from megarl.rollout.engine.engine_args import (
+    RETURNS_EXPERTS,
+    engine_args,
+    engine_environment,
+    reads_weights,
+    start_engines_fast,
+)
 from megarl.rollout.engine.engine_errors import ending, innermost, root_cause
 from megarl.rollout.engine.engine_load import EngineMonitor, ReplicaActivity, build_monitored
 from megarl.rollout.engine.engine_requests import EngineRequests, WeightState
@@ -109,6 +116,7 @@ class EngineReplica:
         self._log_start = self._log_file.stat().st_size if self._log_file.exists() else 0
         redirect_output(self._log_file)
         events.open_events(self.config.telemetry.events_mib, Path(spec.run_dir), replica_process(index))
+        self._returns_experts = self.config.trainer.router_replay == "r3"
         self._sees = "vision_config" in raw_config(self.config.model.path)
         os.environ.update(engine_environment(self.config.rollout, cuda=spec.cuda, sees=self._sees))
         name_shared_memory()
@@ -141,7 +149,10 @@ class EngineReplica:
                 self._engine = self._build()
             self._processes = own_children()
             images, bound_s = self._image_inputs(), self.config.timeouts.rpc_s
-            self._requests = EngineRequests(self._engine, self.index, self._monitor, bound_s, images)
+            if self._returns_experts and not self.cuda:
+                await self._engine.collective_rpc("return_routed_experts")
+            routed = load_info(self.config.model.path).moe_layers if self._returns_experts else None
+            self._requests = EngineRequests(self._engine, self.index, self._monitor, bound_s, images, routed)
             self._requests.times.listen(self._engine)
             built = time.monotonic()
             await self._probe(self._engine)
@@ -160,9 +171,11 @@ class EngineReplica:
         from vllm.engine.arg_utils import AsyncEngineArgs
 
         arguments = engine_args(self.config, cuda=self.cuda, max_model_len=self.max_model_len)
-        transfer = WeightTransferConfig(backend="megarl")
         start_engines_fast()
         hold_s = hold_within(self.config.rollout.report_interval_s)
+        if self._returns_experts:
+            arguments |= {"enable_return_routed_experts": True} if self.cuda else RETURNS_EXPERTS
+        transfer = WeightTransferConfig(backend="megarl")
         return build_monitored(AsyncEngineArgs(**arguments, weight_transfer_config=transfer), self._monitor, hold_s)
 
     def _image_inputs(self) -> ImageInputs | None:

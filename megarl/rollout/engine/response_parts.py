@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from megarl.common.values import changed
+from megarl.queue.routes import Routes, joined
 from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, continuation_seed
@@ -21,7 +22,9 @@ class ResponsePart:
 
     `finish_reason`: how the response ended with this part, `abort` if the engine dropped it; None if more tokens
     follow. `seconds`: time from the request's arrival at the engine to the part's end; of these, `queue_s` passed
-    before the engine began with it, and `prefill_s` from then to its first token.
+    before the engine began with it, and `prefill_s` from then to its first token. `routes`: the experts of each token
+    of the prompt and of what comes before the part's last token, as far as no part before has them; None: the engine
+    returns none.
     """
 
     response_ids: list[int] = field(default_factory=list)
@@ -31,6 +34,7 @@ class ResponsePart:
     seconds: float = 0.0
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    routes: Routes | None = None
 
     def __post_init__(self) -> None:
         if len(self.logprobs) != len(self.response_ids):
@@ -54,7 +58,10 @@ class EngineReport:
     @property
     def size(self) -> int:
         """About how many numbers it has."""
-        return 1 + sum(2 * len(part.response_ids) for part in self.parts.values())
+        return 1 + sum(
+            2 * len(part.response_ids) + (0 if part.routes is None else part.routes.experts_TLK.nbytes // 8)
+            for part in self.parts.values()
+        )
 
     @property
     def tokens(self) -> int:
@@ -86,6 +93,7 @@ def join_parts(first: ResponsePart, second: ResponsePart) -> ResponsePart:
         second.seconds,
         second.queue_s,
         second.prefill_s,
+        joined(first.routes, second.routes),
     )
 
 
@@ -98,7 +106,9 @@ def tokens_from(part: ResponsePart, known: int) -> ResponsePart:
         for span in part.versions
         if span.end > known
     )
-    return replace(part, response_ids=part.response_ids[known:], logprobs=part.logprobs[known:], versions=spans)
+    ids, logprobs = part.response_ids[known:], part.logprobs[known:]
+    routes = None if part.routes is None else part.routes.of(len(part.routes) - len(ids))
+    return replace(part, response_ids=ids, logprobs=logprobs, versions=spans, routes=routes)
 
 
 def first_tokens(part: ResponsePart, count: int, finish_reason: FinishReason) -> ResponsePart:
@@ -107,6 +117,7 @@ def first_tokens(part: ResponsePart, count: int, finish_reason: FinishReason) ->
     return replace(
         part, response_ids=part.response_ids[:count], logprobs=part.logprobs[:count], versions=spans,
         finish_reason=finish_reason,
+        routes=None if part.routes is None else part.routes.of(0, len(part.routes) - len(part.response_ids[count:])),
     )  # fmt: skip
 
 
@@ -136,4 +147,5 @@ def continue_request(request: GenerateRequest, so_far: ResponsePart) -> Generate
         prompt_ids=request.prompt_ids + so_far.response_ids,
         sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - position),
         seed=None if request.seed is None else continuation_seed(request.seed, position),
+        routes_from=0 if so_far.routes is None else request.routes_from + len(so_far.routes),
     )

@@ -28,7 +28,7 @@ from megarl.queue.transfer import QueueServer, QueueWriter, start_queue
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.counters import Counters
 from megarl.rollout.agents.batch_stats import BusyClock
-from megarl.rollout.agents.loop_host import LoopHost, SingleTurn, find_loop
+from megarl.rollout.agents.loop_host import LoopHost, SingleTurn, find_loop, routes_spec
 from megarl.rollout.agents.loop_run import RunningGroups
 from megarl.rollout.engine.placement import HEAD_RESOURCE, ROLLOUT_RESOURCE, HeldDevices
 from megarl.rollout.engine.replica import ReplicaSpec
@@ -148,6 +148,7 @@ class RolloutController(PoolController):
             teachers=None if self._workers else attach_teachers(
                 teachers_by_set(config), self.spec.namespace, timeouts.generate_s, by_group=config.run.deterministic
             ),
+            routes=routes_spec(config),
         )  # fmt: skip
         self._join()
         exempt_present_objects()

@@ -8,6 +8,7 @@ the queue. An `EpochRecord` begins each restart epoch.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ import msgspec
 
 from megarl.common.values import packed
 from megarl.queue.images import ImageRef
+from megarl.queue.routes import Routes
 from megarl.queue.trajectory import COLUMN_CODES, Trajectory, VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.resume.group_progress import BegunResponse, FrozenLoop, RequestPlace, UnfinishedGroup
@@ -71,8 +73,9 @@ def encode_group(rows: Sequence[Trajectory], problem: str) -> bytes:
                 "lengths": [len(getattr(row, name)) for name, _ in _ARRAYS] + list(map(len, row.streams.values())),
             }
             | ({"images": [astuple(image) for image in row.images]} if row.images else {})
+            | _form(row.routes)
         )
-        arrays += columns
+        arrays += columns if row.routes is None else [*columns, row.routes.tobytes()]
     head = {"kind": "group", "group": rows[0].group_id, "problem": problem, "rows": heads}
     return _join(head, arrays)
 
@@ -86,10 +89,14 @@ def encode_unfinished(group: int, begun: UnfinishedGroup, problem: str) -> bytes
             "finish_reason": each.tokens.finish_reason,
             "versions": _span_content(each.tokens.versions),
             "tokens": len(each.tokens.response_ids),
+            **_form(each.tokens.routes),
         }
         for place, each in begun.responses.items()
     ]
-    arrays = [packed(kind, getattr(each.tokens, name)) for each in begun.responses.values() for name, kind in _TOKENS]
+    arrays: list[bytes] = []
+    for each in begun.responses.values():
+        arrays += [packed(kind, getattr(each.tokens, name)) for name, kind in _TOKENS]
+        arrays += [] if each.tokens.routes is None else [each.tokens.routes.tobytes()]
     head = {"kind": "unfinished", "group": group, "problem": problem, "rows": heads}
     loops = b",".join(b"[%d,%s]" % (sample, loop.encoded()) for sample, loop in begun.loops.items())
     return _joined(_text(head)[:-1] + b',"loops":[' + loops + b"]}", arrays)
@@ -105,6 +112,7 @@ def decode_unfinished(record: bytes) -> UnfinishedGroup:
         columns: dict[str, Any] = {}
         for name, kind in _TOKENS:
             columns[name], view = _take(view, kind, row["tokens"])
+        columns["routes"], view = _take_routes(view, row)
         sample, turn = row["place"]
         begun[sample, turn] = BegunResponse(
             row["prompt"], ResponsePart(**columns, versions=versions, finish_reason=row["finish_reason"])
@@ -146,6 +154,7 @@ def decode_group(record: bytes) -> list[Trajectory]:
         columns: dict[str, Any] = {}
         for name, kind, count in zip(names, kinds, content["lengths"], strict=True):
             columns[name], view = _take(view, kind, count)
+        routes, view = _take_routes(view, content)
         rows.append(
             Trajectory(
                 group_id=head["group"],
@@ -154,6 +163,7 @@ def decode_group(record: bytes) -> list[Trajectory]:
                 **{name: columns[name] for name, _ in _ARRAYS},
                 streams={name: columns[name] for name in content["streams"]},
                 images=tuple(ImageRef(*image) for image in content.get("images", ())),
+                routes=routes,
             )
         )
     return rows
@@ -165,6 +175,18 @@ def _take(view: memoryview, kind: str, count: int) -> tuple[list[Any], memoryvie
     size = count * column.itemsize
     column.frombytes(view[:size])
     return column.tolist(), view[size:]
+
+
+def _form(routes: Routes | None) -> dict[str, list[int]]:
+    return {} if routes is None else {"routes": routes.form}
+
+
+def _take_routes(view: memoryview, row: Mapping[str, Any]) -> tuple[Routes | None, memoryview]:
+    """Return the experts at the beginning of a record's arrays, if the row has some, and what follows them."""
+    if (form := row.get("routes")) is None:
+        return None, view
+    size = math.prod(form)
+    return Routes.read(form, bytes(view[:size])), view[size:]
 
 
 def _span_content(spans: Sequence[VersionSpan]) -> list[list[int]]:

@@ -22,7 +22,7 @@ from megarl.config.derived.teachers import teachers_by_set
 from megarl.config.schema import Config
 from megarl.config.schema.agent import SHIPPED_LOOPS
 from megarl.models.hf.read_config import load_info
-from megarl.rollout.agents.loop_host import LoopHost, find_loop
+from megarl.rollout.agents.loop_host import LoopHost, find_loop, routes_spec
 from megarl.rollout.engine.placement import ROLLOUT_RESOURCE
 from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.engine.teachers.teacher_client import attach_teachers
@@ -120,6 +120,7 @@ class AgentWorker:
                 teachers_by_set(config), self.spec.pool.namespace, config.timeouts.generate_s,
                 by_group=config.run.deterministic,
             ),
+            routes=routes_spec(config),
         )  # fmt: skip
         self._loops = WorkerLoops(host, self._rewards.waiting)
         self._passing = asyncio.create_task(self._loops.pass_on())

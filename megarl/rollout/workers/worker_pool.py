@@ -119,7 +119,9 @@ class RemoteRun:
         self.progress.begin(request, message.place, message.prompt)
         result = await self.run.generate(request, message.place, message.near)
         # That of an evaluation shares its call, which keeps no tokens: another worker needs the turns that have ended.
-        part = ResponsePart(result.response_ids, result.logprobs, result.versions, result.finish_reason)
+        part = ResponsePart(
+            result.response_ids, result.logprobs, result.versions, result.finish_reason, routes=result.routes
+        )
         self.progress.tokens.setdefault(request.request_id, part)
         return result
 

@@ -72,6 +72,7 @@ def train_step(
     _refuse_bad_logprobs(plan)
     recomputes = recomputes_old_logprobs(config)
     samples = train_samples(plan, rows, config, parallel.dp_rank())
+    policy.set_routes(samples.values(), {key: row.routes for key, row in rows.items()})
     passes = logprob_passes(config) if plan.mini_batches else []
     with timer.phase("logprobs"):
         for stream in passes:

@@ -92,9 +92,21 @@ def test_what_the_first_output_of_a_response_says_is_kept() -> None:
     assert joined.prefill_stats is prefill and joined.stop_reason == 9 and joined.finish_reason == FinishReason.LENGTH
 
 
+def test_the_experts_of_what_was_held_follow_each_other() -> None:
+    held, sent = holding()
+    prompt, first, second = (np.full((rows, 2, 2), rows, np.uint8) for rows in (5, 1, 2))
+    held.put(step(output("a", 1, routed_experts=prompt)))
+    held.put(step(output("a", 2, routed_experts=first), output("b", 9)))
+    held.put(step(output("a", 3, routed_experts=second, end=FinishReason.STOP)))
+    assert said(sent) == [[("a", [1, 2, 3], True)]]
+    assert np.array_equal(sent[0][1].outputs[0].routed_experts, np.concatenate([prompt, first, second]))
+    held.put(answer())
+    assert sent[1][1].outputs[0].routed_experts is None
+
+
 @pytest.mark.parametrize(
     "more",
-    [{"routed_experts": np.zeros((1, 2, 2))}, {"kv_transfer_params": {"a": 1}}, {"num_nans_in_logits": 3}],
+    [{"trace_headers": {"a": "1"}}, {"kv_transfer_params": {"a": 1}}, {"num_nans_in_logits": 3}],
 )
 def test_an_output_that_says_more_passes_after_what_was_held(more: dict[str, Any]) -> None:
     held, sent = holding()

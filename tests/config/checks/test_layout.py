@@ -118,7 +118,19 @@ LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
 
 
 R2: dict[str, Any] = {"trainer__router_replay": "r2", "algorithm__old_logprobs": "trainer"}
+R3: dict[str, Any] = {"trainer__router_replay": "r3"}
 LAYOUTS += [
+    ("qwen3", R3, "trainer.router_replay: this model has no experts"),
+    ("qwen3_moe", {**R3, "rollout__engine_kwargs": {"enable_prefix_caching": False}}, "r3 needs it true in vLLM"),
+    ("qwen3_moe", {**R3, "rollout__engine_kwargs": {"decode_context_parallel_size": 2}}, "vLLM returns no experts"),
+    (
+        "qwen3_moe",
+        {**R3, "rollout__engine_kwargs": {"worker_extension_cls": "a.B"}},
+        "r3 uses it without a GPU; remove it",
+    ),
+    ("qwen3_moe", {**R3, "agent__loop": "harness"}, "responses that come through the gateway have no experts"),
+    ("qwen3_moe", {**R3, "data__demonstration_field": "shown"}, "no engine has chosen experts for demonstrations"),
+    ("qwen3_moe", {**R3, "telemetry__dump_batches": True}, "recorded batches have no experts"),
     ("qwen3", R2, "trainer.router_replay: this model has no experts"),
     ("qwen3_moe", {"trainer__router_replay": "r2"}, "this run makes none; set algorithm.old_logprobs=trainer"),
     ("qwen3_moe", {**R2, "megatron__transformer": {"moe_router_fusion": True}}, "the fused router replays nothing"),
@@ -225,7 +237,7 @@ def test_interleaved_pipeline_needs_overlap(models: Models, field: dict[str, boo
 
 
 def test_replay_of_experts_passes(models: Models) -> None:
-    assert problems(models["qwen3_moe"], **R2) == []
+    assert problems(models["qwen3_moe"], **R2) == problems(models["qwen3_moe"], **R3) == []
 
 
 def test_useful_megatron_fields_pass(models: Models) -> None:

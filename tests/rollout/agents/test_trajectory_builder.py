@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.queue.routes import Routes, RoutesSpec
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rewards.types import RewardOutcome
 from megarl.rollout.agents.trajectory_builder import (
     check_trajectory,
     defect,
     dialogue_trajectory,
+    fail_without_routes,
     failed_trajectory,
     trajectory,
 )
@@ -41,6 +44,45 @@ def test_a_sample_without_a_reward_has_failed_unless_on_error_gives_it_one() -> 
     assert (row.status, row.failure, row.reward_error, row.reward) == ("ok", "", late.error, -0.5)
     aborted = trajectory(7, 1, [1, 2], replace(GOOD, finish_reason="abort"), late)
     assert (aborted.failure, aborted.reward_error) == ("aborted", late.error)
+
+
+SPEC = RoutesSpec(layers=2, topk=2, experts=300)
+
+
+def experts(tokens: int, first: int = 0) -> Routes:
+    """Of tokens with numbers from `first` on."""
+    numbers = np.arange(first, first + tokens, dtype=np.uint16)
+    return Routes(np.stack([numbers, numbers + 100], -1)[:, None].repeat(2, 1))
+
+
+def test_the_experts_of_a_dialogue_are_those_with_which_each_token_was_read() -> None:
+    """A later turn reads again what came before; what the earlier turns said of it stays."""
+    again = Routes(np.concatenate([experts(4, 50).experts_TLK, experts(5, 4).experts_TLK]))
+    turns = [replace(GOOD, routes=experts(4)), replace(GOOD, routes=again)]  # prompts of 2, and 2 + 3 + 2 tokens
+    row = dialogue_trajectory(7, 1, [1, 2], turns, [[8, 9]], RewardOutcome(1.0), finish_reason="stop")
+    assert len(row.prompt_ids + row.response_ids) == 10 and row.routes == experts(9)
+    assert fail_without_routes([row], SPEC) == [row]
+
+
+@pytest.mark.parametrize(
+    ("routes", "problem"),
+    [
+        (None, "no experts to replay"),
+        (experts(3), r"shape \[3, 2, 2\], not \[4, 2, 2\]"),
+        (experts(5), r"shape \[5, 2, 2\], not \[4, 2, 2\]"),
+        (Routes(experts(4).experts_TLK[:, :1]), r"shape \[4, 1, 2\]"),
+        (Routes(experts(4).experts_TLK[..., :1]), r"shape \[4, 2, 1\]"),
+        (experts(4, 197), "expert 300 of 300"),
+        (Routes(experts(4).experts_TLK % 100), "an expert twice"),
+    ],
+)
+def test_a_sample_whose_experts_cannot_be_replayed_has_failed(routes: Routes | None, problem: str) -> None:
+    row = trajectory(7, 1, [1, 2], replace(GOOD, routes=routes), RewardOutcome(1.0))
+    sound = replace(row, routes=experts(4))
+    assert fail_without_routes([sound], SPEC) == [sound]
+    failed = fail_without_routes([sound, row], SPEC)
+    assert [each.status for each in failed] == ["failed", "failed"] and re.search(problem, failed[0].failure)
+    assert failed[1] == replace(row, status="failed", failure=failed[0].failure)
 
 
 def test_rewards_of_turns_stand_at_the_first_tokens_of_the_turns() -> None:

@@ -5,13 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise, product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.queue.routes import Routes
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec, continuation_seed, request_seed
-from megarl.rollout.engine.response_parts import ResponsePart, continue_request, join_parts, tokens_end
+from megarl.rollout.engine.response_parts import (
+    ResponsePart,
+    continue_request,
+    first_tokens,
+    join_parts,
+    tokens_end,
+    tokens_from,
+)
 
 REQUEST = GenerateRequest("r", [1, 2], SamplingSpec(6, 0.7, (9,), top_p=0.8), seed=11)
 
@@ -43,6 +52,19 @@ def test_the_end_and_the_time_are_those_of_the_last_part() -> None:
         join_parts(second, first)
     with pytest.raises(ValueError, match="1 log-probs for 2 tokens"):
         ResponsePart([1, 2], [0.0])
+
+
+def test_the_experts_of_parts_are_those_of_the_whole_response() -> None:
+    """The first part brings those of the prompt, and no part those of its last token."""
+    whole = Routes(np.arange(12, dtype=np.uint8).reshape(6, 1, 2))  # of 2 prompt and 5 response tokens
+    one = replace(part([1, 2], [0, 0]), routes=whole.of(0, 3))
+    two = replace(part([3, 4, 5], [0, 0, 0]), routes=whole.of(3))
+    both = join_parts(one, two)
+    assert both == replace(part([1, 2, 3, 4, 5], [0] * 5), routes=whole)
+    assert continue_request(REQUEST, one).routes_from == 3 == len(REQUEST.prompt_ids) + 1
+    assert tokens_from(both, 2) == two
+    assert first_tokens(both, 2, "stop") == replace(one, finish_reason="stop")
+    assert join_parts(ResponsePart(), both) == both == join_parts(both, ResponsePart())
 
 
 @given(st.integers(0, 5))

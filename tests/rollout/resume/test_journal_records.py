@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from array import array
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.queue.images import ImageRef
+from megarl.queue.routes import Routes
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.resume.group_progress import BegunResponse, CallRecord, FrozenLoop, RequestPlace, UnfinishedGroup
@@ -21,6 +23,15 @@ from megarl.rollout.resume.journal_records import (
     read_head,
 )
 from megarl.rollout.resume.lineage import INITIAL, next_epoch
+
+
+@st.composite
+def routes(draw: st.DrawFn) -> Routes | None:
+    if draw(st.booleans()):
+        return None
+    shape = draw(st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(1, 2)))
+    numbers = np.arange(np.prod(shape)).reshape(shape) + draw(st.integers(0, 9))
+    return Routes(numbers.astype(draw(st.sampled_from([np.uint8, np.uint16]))))
 
 
 @st.composite
@@ -55,6 +66,7 @@ def groups(draw: st.DrawFn) -> list[Trajectory]:
                 turn_rewards=[0.1, -2.0][: len(ids)],
                 turn_starts=[0, 1][: len(ids)],
                 images=(ImageRef("ab", 1, 1, 2), ImageRef("cd", 3, 2, 1))[: draw(st.integers(0, 2))],
+                routes=draw(routes()),
             )
         )
     return rows
@@ -86,7 +98,7 @@ def responses(draw: st.DrawFn) -> BegunResponse:
     logprobs = array("f", draw(st.lists(st.floats(-50, 0), min_size=len(ids), max_size=len(ids)))).tolist()
     spans = (VersionSpan(3, 0, len(ids), lost=2, epoch=1),) if ids else ()
     end = draw(st.sampled_from([None, "stop", "length"]))
-    return BegunResponse(draw(st.text(max_size=4)), ResponsePart(ids, logprobs, spans, end))
+    return BegunResponse(draw(st.text(max_size=4)), ResponsePart(ids, logprobs, spans, end, routes=draw(routes())))
 
 
 CALLS = st.builds(CallRecord, st.text(max_size=4), st.none() | st.text(max_size=4), st.booleans(), st.floats(0, 9))
