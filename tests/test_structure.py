@@ -72,6 +72,7 @@ BOUNDED_ELSEWHERE = {
     "rollout/fleet/elastic_pool.py:ElasticPool._reserve": "whoever holds the lock, timeouts.rpc_s",
     "rollout/orchestrator/evaluator.py:evaluate_on_fleet.generate": "the evaluation's wait, timeouts.generate_s",
     "rollout/orchestrator/evaluator.py:Evaluator.run": "whoever waits for the evaluation, timeouts.generate_s",
+    "rollout/agents/agent_loop.py:AgentContext._seen": "the threads, which decode images of bounded size",
     "rollout/agents/loop_run.py:RunningGroups.run": "no wait: whoever holds the lock only draws a prompt",
     "rollout/resume/journal.py:RolloutJournal.begin": "the trainer that begins, timeouts.engine_start_s and rpc_s",
     "rollout/resume/journal.py:RolloutJournal.candidates": "the trainer's set_version, timeouts.rpc_s",
@@ -117,7 +118,7 @@ BOUNDED_ELSEWHERE = {
 
 # How many of them these functions have; the others have one.
 SEVERAL_WAITS = {
-    "gateway/actor.py:GatewayActor.start": 2,
+    "gateway/actor.py:GatewayActor.start": 3,
     "environments/env_client.py:EnvironmentServer.close": 2,
     "rollout/orchestrator/controller.py:RolloutController.start": 2,
     "rollout/orchestrator/controller.py:RolloutController.shutdown": 2,

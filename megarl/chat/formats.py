@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.config.schema.data import DataConfig
+from megarl.queue.images import IMAGE_MARK
 
 Message = dict[str, Any]  # role, content, and what OpenAI's API has for calls of tools
 Format = Literal["gsm8k", "problem_answer", "messages", "verl", "fields"]
@@ -17,7 +18,6 @@ VERL_ANSWER = "reward_model.ground_truth"
 _PROMPT_FIELDS = {"gsm8k": "question", "problem_answer": "problem", "messages": "messages", "verl": "prompt"}
 ROLES = ("system", "user", "assistant", "tool")
 ImageSource = bytes | Path  # the content of an image file, or where it is
-IMAGE_MARK = "<image>"  # stands for an image in a message
 
 
 class RowError(ValueError):

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megarl.chat.formats import IMAGE_MARK, ImageSource, Message, Prompt, RowError
+from megarl.chat.formats import ImageSource, Message, Prompt, RowError
 from megarl.common.files import inside
 from megarl.config.schema import VisionConfig
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.image_patches import MOST_BYTES, ImageError, ImageProcessor, open_image
-from megarl.queue.images import ImageRef
+from megarl.queue.images import IMAGE_MARK, ImageRef
 
 
 def with_images(prompt: Prompt, field: str | None, directory: Path) -> Prompt:
@@ -65,15 +65,19 @@ def check_images(prompt: Prompt, field: str | None, *, decode: bool) -> None:
     """Raise RowError for an image that must not be decoded, by its header; with `decode` also for a damaged one."""
     for source in prompt.images:
         try:
-            image = open_image(read_image(source))
+            check_image(read_image(source), decode=decode)
         except (ImageError, OSError) as error:
             raise RowError(f"field {field!r}: {error}") from error
-        try:
-            if decode:
-                image.load()
-        except Exception as error:  # whatever Pillow's decoders raise for damaged data
-            detail = f": {type(error).__name__}: {error}"
-            raise RowError(f"field {field!r}: an image that cannot be decoded", detail) from error
+
+
+def check_image(content: bytes, *, decode: bool) -> None:
+    """Raise ImageError for a file that must not be decoded, by its header; with `decode` also for a damaged one."""
+    image = open_image(content)
+    try:
+        if decode:
+            image.load()
+    except Exception as error:  # whatever Pillow's decoders raise for damaged data
+        raise ImageError(f"an image that cannot be decoded: {type(error).__name__}: {error}") from error
 
 
 def read_image(source: ImageSource) -> bytes:
@@ -90,6 +94,13 @@ def read_image(source: ImageSource) -> bytes:
 def in_parts(messages: Sequence[Message]) -> list[Message]:
     """Return messages whose marks are parts of the content, as chat templates of models that see take them."""
     return [_parted(each) if each["role"] == "user" and IMAGE_MARK in each["content"] else each for each in messages]
+
+
+def shown_text(text: str, images: int) -> str | list[dict[str, str]]:
+    """Return a text with so many images as the content of a message. Without a mark for each, images come first."""
+    marked = text if text.count(IMAGE_MARK) == images else IMAGE_MARK * images + text
+    content: list[dict[str, str]] = _parted({"role": "tool", "content": marked})["content"]
+    return content if images else text
 
 
 def _parted(message: Message) -> Message:
@@ -115,18 +126,20 @@ class PromptImages:
             return None
         return cls(ImageProcessor(model, vision.max_pixels), int(info.raw["image_token_id"]), vision.images_per_prompt)
 
-    def placed(self, ids: Sequence[int], prompt: Prompt) -> tuple[list[int], tuple[ImageRef, ...]]:
+    def placed(
+        self, ids: Sequence[int], images: Sequence[ImageSource], name: str, offset: int = 0
+    ) -> tuple[list[int], tuple[ImageRef, ...]]:
         """Return the ids with as many tokens for each image as it has, and where each stands.
 
-        Raises ValueError if the prompt has too many images, if one cannot be used, or if the template has not written
-        one token for each.
+        `name`: of what has the images; `offset`: the tokens before `ids`. Raises ValueError if there are too many
+        images, if one cannot be used, or if the template has not written one token for each.
         """
-        count = len(prompt.images)
+        count = len(images)
         if count > self.most:
-            raise ValueError(f"{prompt.name} has {count} images; model.vision.images_per_prompt allows {self.most}")
+            raise ValueError(f"{name} has {count} images; model.vision.images_per_prompt allows {self.most}")
         if (written := sum(token == self.token for token in ids)) != count:
             raise ValueError(
-                f"{prompt.name}: its text has {written} image tokens after the chat template, for {count} images; "
+                f"{name}: its text has {written} image tokens after the chat template, for {count} images; "
                 "use a template that shows images, and no image token in the text"
             )
         long: list[int] = []
@@ -135,13 +148,13 @@ class PromptImages:
             if token != self.token:
                 long.append(token)
                 continue
-            refs.append(self._ref(prompt, len(refs), len(long)))
+            refs.append(self._ref(images[len(refs)], f"{name}: image {len(refs) + 1}", offset + len(long)))
             long += [token] * refs[-1].tokens
         return long, tuple(refs)
 
-    def _ref(self, prompt: Prompt, number: int, offset: int) -> ImageRef:
+    def _ref(self, source: ImageSource, name: str, offset: int) -> ImageRef:
         try:
-            content = read_image(prompt.images[number])
+            content = read_image(source)
             return ImageRef(self.processor.hash(content), offset, *self.processor.size(content))
         except (ImageError, OSError) as error:
-            raise ValueError(f"{prompt.name}: image {number + 1}: {error}") from error
+            raise ValueError(f"{name}: {error}") from error

@@ -95,8 +95,14 @@ def special_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def without_specials(message: Mapping[str, Any], specials: Sequence[str]) -> dict[str, Any]:
-    """Return a message in whose texts the special tokens' texts are broken up."""
-    return {key: _broken_up(value, specials) if isinstance(value, str) else value for key, value in message.items()}
+    """Return a message in whose texts, those of its parts included, the special tokens' texts are broken up."""
+    return {key: _harmless(value, specials) for key, value in message.items()}
+
+
+def _harmless(value: object, specials: Sequence[str]) -> object:
+    if isinstance(value, list):
+        return [without_specials(each, specials) if isinstance(each, dict) else each for each in value]
+    return _broken_up(value, specials) if isinstance(value, str) else value
 
 
 def with_harmless_tools(messages: Sequence[Mapping[str, Any]], specials: Sequence[str]) -> list[dict[str, Any]]:
@@ -211,7 +217,7 @@ class PromptEncoder:
                 f"{prompt.name} has a column `images`, which the model would not be shown; set data.images_field: "
                 "images, or remove the column"
             )
-        return self._images.placed(ids, prompt)
+        return self._images.placed(ids, prompt.images, prompt.name)
 
     def _shown(self, prompt: Prompt) -> list[Message]:
         messages = with_harmless_tools(prompt.messages, self._specials)

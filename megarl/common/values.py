@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import struct
 from array import array
@@ -34,6 +35,16 @@ def packed(code: str, values: Sequence[float]) -> bytes:
             return struct.pack(f"{len(values)}{code}", *values)
     numbers: array[Any] = array(code, values)
     return numbers.tobytes()
+
+
+def data_url_content(url: str, most: int) -> bytes:
+    """Return the bytes of a data URL in base64. Raises ValueError for another URL, and for more than `most` bytes."""
+    head, _, content = url.partition(",")
+    if not (head.lower().startswith("data:") and head.lower().endswith(";base64")):
+        raise ValueError("it must be a data URL in base64, data:image/png;base64,...")
+    if len(content) > 4 * -(-most // 3):  # before it is decoded
+        raise ValueError(f"it has more than {most:,} bytes")
+    return base64.b64decode(content, validate=True)
 
 
 # Copies of frozen dataclasses with other fields, for what is done several times per trajectory.

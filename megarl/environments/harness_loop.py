@@ -25,6 +25,7 @@ from megarl.config.schema.agent import LOOP_TURNS, AgentConfig
 from megarl.environments.gateway_client import AttemptLost, GatewayClient, GatewayLost, wait_for_gateway
 from megarl.environments.session_rows import SessionRow, SessionTurn, session_rows
 from megarl.gateway.request_fields import RUN_SESSIONS, SessionTerms
+from megarl.queue.images import ImageRef
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.registry import as_result
 from megarl.rewards.types import RewardOutcome, RewardResult, Turn
@@ -255,4 +256,6 @@ def _trajectory(ctx: AgentContext, row: SessionRow, reward: RewardOutcome | None
     if reward is not None and failure:
         reward = replace(reward, turn_rewards=())
     starts = _turn_starts(row)
-    return row_of(ctx.group_id, ctx.sample_index, row.prompt_ids, result, reward, failure, starts, row.mask)
+    made = row_of(ctx.group_id, ctx.sample_index, row.prompt_ids, result, reward, failure, starts, row.mask)
+    refs = tuple(ImageRef(each.hash, each.offset, each.height, each.width) for each in row.images)
+    return replace(made, images=refs, files={each.hash: each.file for each in row.images})

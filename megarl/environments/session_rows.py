@@ -11,6 +11,16 @@ import msgspec
 from megarl.queue.trajectory import FinishReason, VersionSpan
 
 
+class SessionImage(msgspec.Struct, frozen=True):
+    """An image of a turn's prompt that its parent does not have: as `ImageRef`, and its file."""
+
+    hash: str
+    offset: int
+    height: int
+    width: int
+    file: bytes
+
+
 class SessionTurn(msgspec.Struct, frozen=True):
     """One turn of a session, as `GET /v1/sessions/ID` returns it. `prompt_ids`: all tokens before the response.
 
@@ -26,6 +36,7 @@ class SessionTurn(msgspec.Struct, frozen=True):
     finish_reason: FinishReason
     messages: tuple[tuple[str, str], ...] = ()
     calls: tuple[dict[str, Any], ...] = ()
+    images: tuple[SessionImage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,7 @@ class SessionRow:
     versions: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     sampled: list[int]
+    images: tuple[SessionImage, ...] = ()
 
 
 def read_turns(content: Mapping[str, Any]) -> list[SessionTurn]:
@@ -102,4 +114,5 @@ def _row(path: Sequence[SessionTurn], trained: set[int]) -> SessionRow:
         if here:
             spans += [replace(span, start=start + span.start, end=start + span.end) for span in turn.versions]
     numbers = tuple(turn.number for turn in path)
-    return SessionRow(numbers, prompt, ids, logprobs, mask, tuple(spans), path[-1].finish_reason, sampled)
+    images = tuple(image for turn in path for image in turn.images)
+    return SessionRow(numbers, prompt, ids, logprobs, mask, tuple(spans), path[-1].finish_reason, sampled, images)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.chat.images import PromptImages
 from megarl.chat.tokenize import load_tokenizer, stop_token_ids
 from megarl.common.errors import RolloutError
 from megarl.common.process.memory_tuning import begin_start, collect_rarely, exempt_present_objects
@@ -83,10 +84,11 @@ class GatewayActor:
         timeouts = self.config.timeouts
         # A name that no other gateway has: a controller forgets the requests of the gateway before.
         self._pool = ControllerClient(f"gateway-{uuid.uuid4().hex[:12]}", self._find_controller, timeouts.rpc_s)
-        self._text = await asyncio.to_thread(ModelText, model, stops, self.config.agent.tool_format)
+        images = await asyncio.to_thread(PromptImages.of, model, info, self.config.model.vision)
+        self._text = await asyncio.to_thread(ModelText, model, stops, self.config.agent.tool_format, images)
         sessions = Sessions(self.config.gateway.max_sessions, MOST_TOKENS, 2 * timeouts.generate_s)
         names = model_names(model)
-        chats = Chats(self._text, limits, names[0])
+        chats = Chats(self._text, limits, names[0], self.config.gateway.image_hosts)
         token, token_file = self._token()
         routes = GatewayRoutes(self._pool, timeouts.generate_s, sessions, limits, chats, names, token)
         self._server = GatewayServer(routes)

@@ -19,6 +19,7 @@ from megarl.gateway.request_fields import (
     refused,
 )
 from megarl.gateway.token_route import PRIORITY, finite, version_spans
+from megarl.queue.images import IMAGE_MARK
 from megarl.rollout.engine.response_parts import ResponsePart
 
 # Labels and hints of OpenAI's API that change nothing here.
@@ -49,7 +50,8 @@ class _StreamOptions(msgspec.Struct):
 class ChatRequest(SamplingFields):
     """A chat. The fields of `_ONLY_DEFAULT` must have their defaults.
 
-    Once it is read, its messages have text for content and objects for the arguments of tool calls, as templates need.
+    Once it is read, its messages have text for content, or parts if there are images (`images_of`), and objects for the
+    arguments of tool calls, as templates need.
     """
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
@@ -93,10 +95,15 @@ class _Call(msgspec.Struct):
     function: _Named
 
 
+class _ImageUrl(msgspec.Struct):
+    url: _Text
+
+
 class _Part(msgspec.Struct):
-    type: Literal["text", "refusal"]
+    type: Literal["text", "refusal", "image_url"]
     text: str | None = None
     refusal: str | None = None
+    image_url: _ImageUrl | None = None
 
 
 class _Message(msgspec.Struct):
@@ -130,7 +137,9 @@ def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
         if getattr(read, name):
             raise refused(f"{where}.{name}", "is not supported; use tool_calls and text")
     message = {name: value for name, value in given.items() if value is not None and name != "tool_calls"}
-    message["content"] = _content(where, read.content)
+    message["content"] = content = _content(where, read.content)
+    if not isinstance(content, str) and read.role not in ("user", "tool"):
+        raise refused(f"{where}.content", "may have images in messages of user and tool only")
     if read.role == "developer":  # OpenAI's newer name; templates leave out messages of roles that they do not know
         message["role"] = "system"
     if read.tool_calls:
@@ -139,13 +148,34 @@ def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _content(where: str, content: str | list[_Part] | None) -> str:
+def _content(where: str, content: str | list[_Part] | None) -> str | list[dict[str, str]]:
+    """Return a content's text; with images, its parts as templates take them, where each image still has its `url`."""
     if content is None or isinstance(content, str):
         return content or ""
-    texts = [part.refusal if part.text is None else part.text for part in content]
-    if None in texts:
-        raise refused(f"{where}.content[{texts.index(None)}]", "has no text")
-    return "".join(text for text in texts if text is not None)
+    parts: list[dict[str, str]] = []
+    for at, part in enumerate(content):
+        text = part.refusal if part.text is None else part.text
+        if part.image_url is not None:
+            parts.append({"type": "image", "url": part.image_url.url})
+        elif text is None:
+            raise refused(f"{where}.content[{at}]", "has no text")
+        else:
+            parts.append({"type": "text", "text": text})
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def images_of(message: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the parts of a message that are images."""
+    content = message["content"]
+    return [] if isinstance(content, str) else [part for part in content if part["type"] == "image"]
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, with a mark for each image."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", IMAGE_MARK) for part in content)
 
 
 def _given_call(where: str, given: dict[str, Any], call: _Call) -> dict[str, Any]:

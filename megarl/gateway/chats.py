@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,16 @@ from megarl.gateway.chat_route import (
     delta_choice,
     finish_of,
     head_of,
+    images_of,
     message_of,
     read_turn,
+    text_of,
     token_fields,
 )
 from megarl.gateway.exchange import Exchange
+from megarl.gateway.image_urls import ImageUrls
 from megarl.gateway.pool_client import Generation
-from megarl.gateway.request_fields import ModelLimits
+from megarl.gateway.request_fields import ModelLimits, refused
 from megarl.gateway.sessions import GatewaySession, RecordedTurn, extended, keys_of, root_key
 from megarl.gateway.text import ModelText
 from megarl.gateway.token_route import usage_of
@@ -89,8 +93,9 @@ class _Chat:
 class Chats:
     """Answers chats by one model."""
 
-    def __init__(self, text: ModelText, limits: ModelLimits, model: str) -> None:
-        self._text, self._limits, self._model = text, limits, model
+    def __init__(self, text: ModelText, limits: ModelLimits, model: str, image_hosts: Collection[str] = ()) -> None:
+        """`image_hosts`: see `ImageUrls`."""
+        self._text, self._limits, self._model, self._urls = text, limits, model, ImageUrls(image_hosts)
 
     async def answer(self, request: ChatRequest, exchange: Exchange) -> dict[str, Any]:
         """Return the answer to a chat that is not streamed. Raises ApiError."""
@@ -131,18 +136,43 @@ class Chats:
     async def _begin(self, request: ChatRequest, exchange: Exchange, interval_s: float | None) -> _Chat:
         """Make the prompt of a chat, and ask for the responses to it. Raises ApiError."""
         kwargs, session = request.chat_template_kwargs, exchange.session
+        files = await self._read_images(request.messages)
         keys = keys_of(root_key(request.tools, kwargs), request.messages)
         parent, known = (None, 0) if session is None else _continued(session, keys)
         added: tuple[tuple[str, str], ...] = ()
+        before: list[int] = []
         if session is None or parent is None:
             prompt = await self._text.prompt(request.messages, request.tools, kwargs)
         else:
             before, messages = session.ids_through(parent.number), request.messages[known:]
             prompt = await self._text.next_prompt(before, parent.response_ids.tolist(), messages, kwargs)
-            added = tuple((each["role"], each["content"]) for each in messages)
+            added = tuple((each["role"], text_of(each)) for each in messages)
+            files = files[sum(len(images_of(each)) for each in request.messages[:known]) :]
         format_ = await self._text.tool_format() if request.tools else None
-        exchange.begin(prompt, request.choice(self._limits, len(prompt)), parent, interval_s)
+        prompt, refs = await self._text.placed(prompt, len(before), files)
+        choice, shown = request.choice(self._limits, len(prompt)), tuple(zip(refs, files, strict=True))
+        exchange.begin(prompt, choice, parent, interval_s, shown)
         return _Chat(request, exchange, added, keys[-1], format_)
+
+    async def _read_images(self, messages: Sequence[dict[str, Any]]) -> list[bytes]:
+        """Return the files of a chat's images, each of whose parts gets its digest for its URL. Raises ApiError."""
+        files: list[bytes] = []
+        places = [(at, number, part) for at, each in enumerate(messages) for number, part in enumerate(images_of(each))]
+        most = 0 if self._text.images is None else self._text.images.most
+        if len(places) > most:
+            why = (
+                "the model sees no images"
+                if self._text.images is None
+                else (f"a chat may have {most} images (model.vision.images_per_prompt)")
+            )
+            raise refused(f"messages[{places[most][0]}].content", why)
+        for at, number, part in places:
+            try:
+                files.append(await self._urls.read(part.pop("url")))
+            except ValueError as error:
+                raise refused(f"messages[{at}].content", f"image {number + 1} is refused: {error}") from error
+            part["sha256"] = hashlib.sha256(files[-1]).hexdigest()
+        return files
 
     async def _progress(self, chat: _Chat, response: Generation) -> AsyncIterator[tuple[ResponsePart, bool, bool]]:
         """Yield the tokens so far whenever there are more, and whether these are all of the response, by a stop string.

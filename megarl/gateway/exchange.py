@@ -6,12 +6,13 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from megarl.gateway.pool_client import ControllerClient, Generation
 from megarl.gateway.request_fields import BOUNDS, ApiError, SamplingChoice
-from megarl.gateway.sessions import GatewaySession, RecordedTurn, Sessions
-from megarl.rollout.engine.messages import GenerateRequest, request_seed
+from megarl.gateway.sessions import GatewaySession, RecordedTurn, Sessions, ShownImage
+from megarl.rollout.engine.messages import GenerateRequest, request_seed, shared
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.fleet.external_requests import ExternalRequest
 
@@ -27,17 +28,19 @@ class Exchange:
         self.session = session
         self.prompt_ids: list[int] = []
         self.parent: RecordedTurn | None = None
+        self.shown: tuple[ShownImage, ...] = ()
         self.responses: list[Generation] = []
         self._pool, self._timeout_s, self._sessions = pool, timeout_s, sessions
         self._turns: list[int] = []
 
     def begin(
-        self, prompt_ids: list[int], asked: SamplingChoice, parent: RecordedTurn | None, interval_s: float | None = None
-    ) -> None:
+        self, prompt_ids: list[int], asked: SamplingChoice, parent: RecordedTurn | None,
+        interval_s: float | None = None, shown: tuple[ShownImage, ...] = (),
+    ) -> None:  # fmt: skip
         """Ask for the responses to a prompt, sampled as `asked` or as the terms of the session say.
 
-        `interval_s`: see `ExternalRequest`. Raises ApiError if the session may make no further request, or if too many
-        responses are under way.
+        `shown`: the images after the tokens of `parent`. `interval_s`: see `ExternalRequest`. Raises ApiError if the
+        session may make no further request, or if too many responses are under way.
         """
         # Requests without a session share no beginning with others, as far as the gateway knows.
         prefix, of_group, deadline = self.id, False, None
@@ -48,13 +51,19 @@ class Exchange:
                 asked = terms.choice(asked, session.asked - 1)
                 of_group, deadline = terms.prefix is not None, terms.deadline
                 prefix = terms.prefix or prefix if parent is None else prefix
-        self.prompt_ids, self.parent = prompt_ids, parent
+        self.prompt_ids, self.parent, self.shown = prompt_ids, parent, shown
+        if session is not None and parent is not None:
+            shown = (*session.shown_through(parent.number), *shown)
+        request = GenerateRequest(
+            "", prompt_ids, asked.spec, images=tuple(each for each, _ in shown),
+            files=tuple(shared(file) for _, file in shown),
+        )  # fmt: skip
         replica = None if parent is None else parent.replica
         # The first response has the seed of the request, the others different ones.
         seeds = [asked.seed if not i or asked.seed is None else request_seed(asked.seed, 0, i) for i in range(asked.n)]
         self.responses = self._pool.open(
             ExternalRequest(
-                GenerateRequest("", prompt_ids, asked.spec, seed), prefix, self._timeout_s, replica, interval_s,
+                replace(request, seed=seed), prefix, self._timeout_s, replica, interval_s,
                 of_group=of_group, deadline=deadline,
             )
             for seed in seeds
@@ -72,7 +81,7 @@ class Exchange:
             return
         parent = None if self.parent is None else self.parent.number
         turn = self.session.record(
-            self.prompt_ids, part, parent=parent, request_id=self.id, replica=response.replica, **chat
+            self.prompt_ids, part, parent=parent, request_id=self.id, replica=response.replica, shown=self.shown, **chat
         )
         self._sessions.count(self.session, turn, time.monotonic())
         self._turns.append(turn.number)

@@ -20,6 +20,7 @@ from typing import Any
 
 from megarl.gateway.request_fields import RUN_SESSIONS, ApiError, SessionTerms, no_session, too_many
 from megarl.gateway.token_route import finite, version_spans
+from megarl.queue.images import ImageRef
 from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
 
@@ -29,9 +30,11 @@ from megarl.rollout.engine.response_parts import ResponsePart
 # text is lost. Such forms have the same key.
 
 ChatMessage = Mapping[str, Any]
+ShownImage = tuple[ImageRef, bytes]  # an image of a prompt, and its file
 
 # Fields of a message that the prompt depends on. Others, such as `refusal` and `annotations`, come from clients.
-MOST_TOKENS = 100_000_000  # of all sessions of a gateway, 12 bytes each
+MOST_TOKENS = 100_000_000  # of all sessions of a gateway
+TOKEN_BYTES = 12
 _FIELDS = ("role", "content", "name", "tool_call_id", "reasoning_content")
 
 
@@ -84,7 +87,7 @@ class RecordedTurn:
 
     `replica`: the one that has its tokens in its KV cache. Of a chat there are also, for functions that look at the
     whole dialogue, role and text of the `messages` after the turn that it continues, and the `calls` of its response,
-    as `Turn.calls`.
+    as `Turn.calls`. `shown`: the images among `added_ids`, by their places in the whole prompt.
     """
 
     number: int
@@ -98,11 +101,13 @@ class RecordedTurn:
     replica: int
     messages: tuple[tuple[str, str], ...] = ()
     calls: tuple[dict[str, Any], ...] = ()
+    shown: tuple[ShownImage, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that it keeps."""
-        return len(self.added_ids) + len(self.response_ids)
+        """The number of tokens that it keeps; the files of its images count as tokens of so many bytes."""
+        files = sum(len(file) for _, file in self.shown) // TOKEN_BYTES
+        return len(self.added_ids) + len(self.response_ids) + files
 
 
 class GatewaySession:
@@ -137,6 +142,14 @@ class GatewaySession:
             ids += turn.response_ids
         return ids
 
+    def shown_through(self, number: int | None) -> tuple[ShownImage, ...]:
+        """Return all images of a turn's prompt; none for None."""
+        shown: tuple[ShownImage, ...] = ()
+        while number is not None:
+            turn = self.turns[number]
+            shown, number = turn.shown + shown, turn.parent
+        return shown
+
     def prompt_of(self, number: int) -> list[int]:
         """Return the whole prompt of a turn."""
         turn = self.turns[number]
@@ -166,7 +179,7 @@ class GatewaySession:
     def record(
         self, prompt_ids: Sequence[int], part: ResponsePart, *, parent: int | None = None, request_id: str = "",
         replica: int = -1, key: str = "", messages: tuple[tuple[str, str], ...] = (),
-        calls: tuple[dict[str, Any], ...] = (),
+        calls: tuple[dict[str, Any], ...] = (), shown: tuple[ShownImage, ...] = (),
     ) -> RecordedTurn:  # fmt: skip
         """Add a turn. `key`: of the conversation that it ends, if it is a chat's.
 
@@ -189,6 +202,7 @@ class GatewaySession:
             replica=replica,
             messages=messages,
             calls=calls,
+            shown=shown,
         )
         self.turns.append(turn)
         self.refused = ""
@@ -212,6 +226,7 @@ def session_content(session: GatewaySession) -> dict[str, Any]:
             "finish_reason": turn.finish_reason,
             "messages": turn.messages,
             "calls": turn.calls,
+            "images": [{**vars(image), "file": file} for image, file in turn.shown],
         }
         for turn in session.turns
     ]

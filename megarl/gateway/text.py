@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.chat.dialogue import Dialogue, DialogueError
+from megarl.chat.images import PromptImages
 from megarl.chat.tokenize import PromptEncoder, TokenDecoder, load_tokenizer
 from megarl.chat.tool_calls import HERMES, ToolFormat
 from megarl.chat.tool_format import FormatName, NoCallsWritten, tool_format
 from megarl.gateway.request_fields import ApiError, refused
+from megarl.queue.images import ImageRef
 
 T = TypeVar("T")
 
@@ -27,12 +29,15 @@ _MOST_DIALOGUES = 16  # sets of template variables whose renderings are kept
 class ModelText:
     """Renders chats and decodes tokens of one model. Every method may be called in the event loop only."""
 
-    def __init__(self, model: Path, stop_token_ids: Sequence[int], form: FormatName = "template") -> None:
-        """`form`: of tool calls (`agent.tool_format`).
+    def __init__(
+        self, model: Path, stop_token_ids: Sequence[int], form: FormatName = "template",
+        images: PromptImages | None = None,
+    ) -> None:  # fmt: skip
+        """`form`: of tool calls (`agent.tool_format`). `images`: how the model is shown images; None if it sees none.
 
         Raises ValueError if the model has no tokenizer. One without a chat template refuses chats, not tokens.
         """
-        self._tokenizer = load_tokenizer(model)
+        self._tokenizer, self.images = load_tokenizer(model), images
         self._stops = tuple(stop_token_ids)
         self._decoder = TokenDecoder(self._tokenizer)
         self._dialogues: dict[str, Dialogue] = {}
@@ -59,6 +64,19 @@ class ModelText:
         Raises ApiError if the template would change them.
         """
         return before + await self._run(lambda: self._dialogue(kwargs).next_turn(response_ids, messages))
+
+    async def placed(
+        self, ids: list[int], start: int, files: Sequence[bytes]
+    ) -> tuple[list[int], tuple[ImageRef, ...]]:
+        """Return a prompt whose images, after its first `start` tokens, have their tokens; and where each stands.
+
+        Raises ApiError for an image that cannot be used.
+        """
+        if self.images is None or not files:
+            return ids, ()
+        images = self.images
+        long, refs = await self._run(lambda: images.placed(ids[start:], files, "the chat", start))
+        return ids[:start] + long, refs
 
     async def text(self, ids: Sequence[int], *, tools: bool) -> str:
         """Return the text of a turn: with `tools` whole, for the format of calls, else without special tokens."""

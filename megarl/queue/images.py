@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
+IMAGE_MARK = "<image>"  # stands for an image in the text of a message
+
 
 @dataclass(frozen=True)
 class ImageRef:

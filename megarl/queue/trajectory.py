@@ -73,7 +73,8 @@ class Trajectory:
         part: which trajectory of its sample this is. An agent may return several of one sample, with equal rewards.
         turn_rewards: what the model's turns have earned next to `reward`, in order; empty for none. `turn_starts`: the
             first response token of each of these turns.
-        images: the images of the prompt in the order of their offsets; empty for none.
+        images: the images of the sequence in the order of their offsets; empty for none.
+        files: those of images that are not of the prompt, by hash; not part of the row.
         demonstrated: the response was given with the data and no weights have made it: it has neither versions nor a
             reward, its log-probs are 0, and it is trained by the loss term `ce` alone.
     """
@@ -98,6 +99,7 @@ class Trajectory:
     turn_rewards: list[float] = field(default_factory=list)
     turn_starts: list[int] = field(default_factory=list)
     images: tuple[ImageRef, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.response_mask:

@@ -6,6 +6,7 @@ All of it runs in one thread with an event loop, because the kernel kills a proc
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import json
@@ -58,6 +59,7 @@ class CallOutcome:
     error: bool = False
     late: bool = False
     failed: str = ""
+    images: tuple[str, ...] = ()  # in base64
 
 
 _REPORT, _OUTCOME = TypeAdapter(ToolReport), TypeAdapter(CallOutcome)
@@ -292,7 +294,7 @@ class ProcessTool:
                 return self._error(f"it did not answer in {timeout_s:g} s")
             if outcome.failed:
                 raise ToolRaisedError(outcome.failed)
-            return ToolAnswer(outcome.text, outcome.error)
+            return ToolAnswer(outcome.text, outcome.error, tuple(map(base64.b64decode, outcome.images)))
 
     def _error(self, message: str) -> ToolAnswer:
         return ToolAnswer(f"error: {self.name}: {message}", error=True)

@@ -8,6 +8,7 @@ call after the other, outside of any event loop.
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib
 import inspect
 import json
@@ -27,9 +28,9 @@ from megarl.common.imports import imported
 from megarl.common.process.child_program import PROBLEM_CHARACTERS, ChildProgram, json_bytes, prepare
 from megarl.common.process.frames import framed, read_frame
 from megarl.common.trust.secret_references import resolved
-from megarl.tools.tool import Tool, ToolAnswer, bounded
+from megarl.tools.tool import MAX_IMAGE_BYTES, Tool, ToolAnswer, answer_of, bounded
 
-MAX_MESSAGE = 1 << 24  # bytes
+MAX_MESSAGE = 1 << 26  # bytes
 MAX_CHARACTERS = 1_000_000  # of an answer, whose characters have up to 12 bytes in JSON
 LATE_S = 0.5  # after its time, when a call is given up here: a tool may say in its own words that it was too slow
 _OF_TOOL = ("name", "description", "parameters", "idempotent")
@@ -174,11 +175,18 @@ def answer(tool: DescribedFunction, arguments: Mapping[str, Any], limit: int) ->
         value = tool.function(**checked, **tool.bound)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        return {"text": bounded(text, limit)}
+        return sent(answer_of(value), limit)
     except BaseException as error:
         traceback.print_exc()  # into the log: the model sees only the last line
         return {"text": bounded(f"error: {type(error).__name__}: {error}", limit), "error": True}
+
+
+def sent(given: ToolAnswer, limit: int) -> dict[str, Any]:
+    """Return an answer as it is sent, with `limit` characters at most. Raises ValueError for too large images."""
+    if sum(map(len, given.images)) > MAX_IMAGE_BYTES:
+        raise ValueError(f"the images of the answer have more than {MAX_IMAGE_BYTES:,} bytes")
+    images = [base64.b64encode(each).decode() for each in given.images]
+    return {"text": bounded(given.text, limit), "error": bool(given.error), "images": images}
 
 
 async def _awaited(value: Any) -> object:  # noqa: ANN401  # whatever an async function returns
@@ -226,7 +234,7 @@ async def outcome(program: ChildProgram, tool: Tool, message: Mapping[str, Any])
             given: object = await tool.call(message["arguments"], timeout_s=timeout_s)
         if not isinstance(given, ToolAnswer):
             return {"failed": f"TypeError: call has to return a ToolAnswer, not {type(given).__name__}"}
-        return {"text": bounded(given.text, MAX_CHARACTERS), "error": bool(given.error)}
+        return sent(given, MAX_CHARACTERS)
     except Exception as error:
         if isinstance(error, TimeoutError) and limit.expired():
             return {"late": True}

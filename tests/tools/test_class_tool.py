@@ -15,6 +15,7 @@ from megarl.common.process.child_process import StartError
 from megarl.tools import process_tool
 from megarl.tools.process_tool import ProcessTool, ToolRaisedError, class_tool
 from megarl.tools.tool import ToolAnswer
+from tests.support.models.tiny_vision import picture
 from tests.support.rewards.sandboxes import processes_with
 from tests.support.waiting import wait_until
 
@@ -236,3 +237,12 @@ async def test_it_works_in_any_event_loop_and_thread(make: Made) -> None:
     work: Callable[[], None] = lambda: answers.append(call(tool, "there"))  # noqa: E731
     await asyncio.gather(asyncio.to_thread(work), asyncio.to_thread(work))
     assert len({pid_of(each) for each in answers}) == 1 and len(answers) == 2
+
+
+def test_images_of_an_answer() -> None:
+    tool = class_tool("tests.support.rollout.picture_agents:Draw")
+    try:
+        answer = asyncio.run(tool.call({"seed": 2}, timeout_s=LONG_S))
+    finally:
+        asyncio.run(tool.close())
+    assert answer == ToolAnswer("Here: <image> or <image>", images=(picture(90, 60, 2), picture(60, 90, 1)))

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
+from pydantic import create_model
 
 from megarl.tools.process_tool import ProcessTool, function_tool
-from megarl.tools.process_worker import describe, import_function
-from megarl.tools.tool import ToolAnswer
+from megarl.tools.process_worker import DescribedFunction, answer, describe, import_function
+from megarl.tools.tool import MAX_IMAGE_BYTES, ToolAnswer
 from tests.support.agents import tool_functions
+from tests.support.models.tiny_vision import picture
 from tests.support.rewards.sandboxes import processes_with
 from tests.support.waiting import wait_until
 
@@ -150,3 +152,28 @@ async def test_calls_wait_for_a_process_only_within_their_time(make: Callable[..
     assert answer.error and "none of its 1 processes became free in 0.5 s" in answer.text
     answer = await tool.call({"how": "next"}, timeout_s=LONG_S)
     assert answer.text.startswith("next by"), "the cancelled call gave its process up"
+
+
+@pytest.mark.parametrize("how", ["bytes", "url"])
+def test_a_function_answers_with_chat_parts(how: str) -> None:
+    tool = function_tool("tests.support.rollout.picture_agents:draw")
+    try:
+        shown = call(tool, seed=3, how=how)
+    finally:
+        asyncio.run(tool.close())
+    assert shown == ToolAnswer("Before <image> and after.", images=(picture(90, 60, 3),))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [{"type": "image", "image": "a.png"}],
+        [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
+        [{"type": "image_url", "image_url": "data:image/png;base64,AAAA"}],
+        [{"type": "image", "image": bytes(MAX_IMAGE_BYTES + 1)}],
+        [{"type": "video"}, {"type": "image", "image": b""}],
+    ],
+)
+def test_parts_of_another_form_are_an_error_that_names_it(parts: list[dict[str, object]]) -> None:
+    given = answer(DescribedFunction("f", "", create_model("f"), lambda: parts, {}), {}, 500)
+    assert given["error"] and given["text"].startswith("error: ") and "images" not in given

@@ -239,7 +239,7 @@ def _vision(config: Config, info: ModelInfo) -> Iterator[str]:
     if info.vision is None:
         yield f"data.images_field: {info.family} has no vision tower and cannot see the images; remove the key"
     if config.agent.loop == HARNESS:
-        yield "data.images_field: harnesses are shown no images; use another agent.loop, or remove the key"
+        yield "data.images_field: harnesses get no images of the data; use another agent.loop, or remove the key"
     for number, teacher in enumerate(config.teachers):
         if teacher.where == "engine":
             yield f"teachers.{number}.where: engines of teachers are shown no images; set it to trainer"

@@ -135,6 +135,11 @@ class GatewayConfig(Section):
         "127.0.0.1 on one node.",
     )
     max_sessions: int = Field(4000, ge=1, description="Largest number of open sessions (`X-Session-ID`).")
+    image_hosts: tuple[Annotated[str, Field(pattern=r"^[^/@\s]+$")], ...] = Field(
+        (),
+        description="Hosts, `name` or `name:port`, from which the gateway fetches images that chats name by URL; their "
+        "addresses have to be public. Empty: it reads data URLs only.",
+    )
 
 
 class RayConfig(Section):

@@ -6,14 +6,17 @@ import asyncio
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from megarl.chat.images import check_image
 from megarl.common.errors import RolloutError, ToolFailed, TrajectoryFull
 from megarl.common.values import changed
 from megarl.config.schema.agent import LOOP_TURNS
+from megarl.queue.images import ImageRef
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardOutcome, Turn
 from megarl.rewards.worker_pool import RewardPool
@@ -22,7 +25,13 @@ from megarl.rollout.agents.loop_run import LoopRun
 from megarl.rollout.agents.trajectory_builder import defect
 from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, request_seed
-from megarl.rollout.resume.group_progress import INTERRUPTED, CallRecord, FrozenLoop, call_digest
+from megarl.rollout.resume.group_progress import (
+    INTERRUPTED,
+    CallRecord,
+    FrozenLoop,
+    call_digest,
+    prompt_digest,
+)
 from megarl.rollout.tasks.toolbox import Toolbox
 from megarl.rollout.transport.gather import BatchDecoder
 from megarl.telemetry.trace import events
@@ -33,6 +42,16 @@ LoopState = TypeVar("LoopState")
 MOST_NAME_CHARACTERS = 64  # of a tool's name in an event
 GRACE_S = 90.0  # beyond its time, after which a call is abandoned; a tool may first queue calls
 FROZEN_BYTES = 8 << 20  # of a loop's state, as JSON
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """The images of tools that are shown among the tokens of a sequence up to `end`; `digest`: of these tokens."""
+
+    end: int
+    digest: str
+    images: tuple[ImageRef, ...]
+    files: tuple[bytes, ...]
 
 
 class AgentContext:
@@ -47,6 +66,8 @@ class AgentContext:
         self._requests = self._calls = 0
         self._replica: int | None = None  # of the last response
         self._results: dict[int, GenerateResult] = {}  # of this attempt
+        self._shown: list[_Shown] = []
+        self._answered_with = 0  # images
         self.times = TrajectoryTimes(self.group_id, sample_index, time.monotonic())
 
     @property
@@ -121,14 +142,53 @@ class AgentContext:
     def _request(self, token_ids: Sequence[int], turn: int) -> GenerateRequest:
         """Return request number `turn` with the sampling of the prompt's set."""
         job = self._run.job
+        images, files = self._images_in(token_ids)
         return GenerateRequest(
             request_id=f"{job.name}-{self.sample_index}-{turn}",
             prompt_ids=list(token_ids),
             sampling=self.prompt.sampling,
             seed=job.seed_of(self.sample_index, turn),
             priority=0 if job.evaluated is None else job.evaluated.priority,
-            images=self.prompt.images_in(token_ids),
+            images=images,
+            files=files if any(files) else (),
         )
+
+    def show(self, before: Sequence[int], token_ids: Sequence[int], images: Sequence[bytes]) -> list[int]:
+        """Return `token_ids`, which follow `before`, with as many tokens for each image of a tool's answer as it has.
+
+        `token_ids`: with one token for each, as `Dialogue.next_turn` makes of the content `chat.images.shown_text`.
+        Requests and trajectories that begin with these tokens have the images. Raises ValueError for other numbers.
+        """
+        if not images:
+            return list(token_ids)
+        shows = self.toolbox.images
+        if shows is None:
+            raise ValueError("the model sees no images")
+        name = f"the answer of a tool in sample {self.group_id}:{self.sample_index}"
+        ids, refs = shows.placed(token_ids, images, name, len(before))
+        whole = [*before, *ids]
+        self._shown.append(_Shown(len(whole), prompt_digest(whole), refs, tuple(images)))
+        return ids
+
+    def _images_in(self, token_ids: Sequence[int]) -> tuple[tuple[ImageRef, ...], tuple[bytes, ...]]:
+        """Return the images of a sequence, and the files of those that tools have answered with; others are empty."""
+        images = self.prompt.images_in(token_ids)
+        files = (b"",) * len(images)
+        for shown in self._shown:
+            if shown.end <= len(token_ids) and prompt_digest(token_ids[: shown.end]) == shown.digest:
+                images, files = images + shown.images, files + shown.files
+        return images, files
+
+    def with_images(self, row: Trajectory) -> Trajectory:
+        """Return a trajectory with its images, those of the prompt and of tools.
+
+        Raises RolloutError if a loop has made other tokens of the prompt.
+        """
+        if row.images or not row.prompt_ids:
+            return row
+        images, files = self._images_in([*row.prompt_ids, *row.response_ids])
+        own = {image.hash: file for image, file in zip(images, files, strict=True) if file}
+        return replace(row, images=images, files=own) if images else row
 
     def _check_room(self, token_ids: Sequence[int]) -> None:
         if self._toolbox is None:  # a single response; its prompt was checked
@@ -179,8 +239,12 @@ class AgentContext:
 
         A resumed run restarts the loop, and `frozen` returns this state; requests and calls then count from here. A
         loop that freezes nothing runs from its beginning and gets the same responses and answers to the same requests.
+        After an answer with images nothing is frozen.
+
         Raises ValueError for a state of more than 8 MiB, and TypeError for one that msgspec cannot write.
         """
+        if self._answered_with:  # the journal has no images of open loops: a resume asks the tools again
+            return
         content = msgspec.json.encode(state)
         if len(content) > FROZEN_BYTES:
             raise ValueError(
@@ -208,8 +272,8 @@ class AgentContext:
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         """Call a tool; its answer has at most `agent.max_tool_output_chars`. It is an error for an unknown name, beyond
         `agent.max_tool_calls` and `max_tool_seconds`, after `tool_timeout_s`, and for a non-repeatable call that an
-        earlier attempt had begun. A call answered in an earlier attempt is not repeated. Raises RolloutError if the
-        tool itself fails, or its intent cannot be recorded.
+        earlier attempt had begun. A call answered in an earlier attempt is not repeated, unless the answer had images,
+        which are not kept. Raises RolloutError if the tool itself fails, or its intent cannot be recorded.
         """
         number, self._calls = self._calls, self._calls + 1
         digest = call_digest(tool, arguments)
@@ -227,7 +291,7 @@ class AgentContext:
         if not found.idempotent:
             await self._run.persist()
         started = time.monotonic()
-        answer = await self._timed(found, arguments, self._left_s())
+        answer = await self._seen(await self._timed(found, arguments, self._left_s()), tool)
         ended = time.monotonic()
         seconds = ended - started
         self.times.tool_s += seconds
@@ -236,7 +300,7 @@ class AgentContext:
                 "tool", started, ended, group=self.group_id, sample=self.sample_index,
                 args={"tool": tool[:MOST_NAME_CHARACTERS], "error": int(answer.error)},
             )  # fmt: skip
-        return self._answered(number, CallRecord(digest, answer.text, answer.error, seconds))
+        return self._answered(number, CallRecord(digest, answer.text, answer.error, seconds), answer.images)
 
     async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardOutcome | None:
         """Score a response with the reward function; None if the response failed and is not scored.
@@ -315,15 +379,35 @@ class AgentContext:
             raise ToolFailed(f"the tool {tool.name!r} has to return a ToolAnswer, not {type(answer).__name__}")
         return answer
 
-    def _answered(self, number: int, call: CallRecord) -> ToolAnswer:
+    async def _seen(self, answer: ToolAnswer, tool: str) -> ToolAnswer:
+        """Return an answer whose images the model can be shown, or an error that says why they cannot."""
+        if not answer.images:
+            return answer
+        shows = self.toolbox.images
+        if shows is None:
+            raise ToolFailed(f"the tool {tool!r} answers with images, and the model sees none")
+        before = len(self.prompt.images) + self._answered_with
+        if before + len(answer.images) > shows.most:
+            bound = f"{before} of {shows.most} (model.vision.images_per_prompt) are there"
+            return ToolAnswer(f"no room for {len(answer.images)} images: {bound}", error=True)
+        self._answered_with += len(answer.images)  # before other calls may go on
+        try:
+            for each in answer.images:
+                await asyncio.to_thread(check_image, each, decode=True)
+        except ValueError as error:
+            self._answered_with -= len(answer.images)
+            return ToolAnswer(f"an image of the answer cannot be used: {error}", error=True)
+        return answer
+
+    def _answered(self, number: int, call: CallRecord, images: tuple[bytes, ...] = ()) -> ToolAnswer:
         assert call.text is not None
         text = self.toolbox.shortened(call.text)  # errors too, because they repeat the model's text
-        self._record(number, changed(call, text=text))
+        self._record(number, changed(call, text=None if images else text))
         self.stats.tool_calls += 1
         self.stats.tool_errors += call.error
         if call.seconds:  # otherwise it was not made
             self.stats.tool_seconds.append(call.seconds)
-        return ToolAnswer(text, call.error)
+        return ToolAnswer(text, call.error, images)
 
     def _record(self, number: int, call: CallRecord) -> None:
         self._progress.record(self.sample_index, self._loop.record(number, call))

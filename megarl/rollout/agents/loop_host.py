@@ -27,7 +27,6 @@ from megarl.rollout.agents.tool_agent import ToolAgent
 from megarl.rollout.agents.trajectory_builder import failed_trajectory, sample_rows, trajectory
 from megarl.rollout.engine.messages import GenerateResult
 from megarl.rollout.engine.teachers.teacher_client import Teachers
-from megarl.rollout.tasks.prompts import PromptTask
 from megarl.rollout.tasks.toolbox import Toolbox
 from megarl.rollout.transport.background import CANCEL_S
 from megarl.rollout.transport.gather import BatchDecoder
@@ -183,8 +182,12 @@ class LoopHost:
         toolbox = self._toolboxes.get(job.prompt.dataset)
         contexts = [AgentContext(run, index, toolbox, self.rewards, self._decoder) for index in job.samples]
         results = await _ended([_run_sample(loop, each) for each in contexts], run, loop)
-        rows = [row for each, made in zip(contexts, results, strict=True) for row in sample_rows(made, *each.place)]
-        return await self._taught(_of_prompt(rows, job.prompt), run)
+        rows = [
+            each.with_images(row)
+            for each, made in zip(contexts, results, strict=True)
+            for row in sample_rows(made, *each.place)
+        ]
+        return await self._taught(_of_set(rows, job.prompt.dataset), run)
 
     async def respond(self, run: LoopRun) -> EvaluatedResponse:
         """Run the loop of one response; a failed tool or request costs only this response."""
@@ -209,6 +212,8 @@ class LoopHost:
         dataset = run.job.prompt.dataset
         if self.teachers is None or not self.teachers.scores(dataset):
             return rows
+        if any(row.images for row in rows):  # of tools: a start refuses those of prompts
+            raise RolloutError("engines of teachers are shown no images; set where: trainer (teachers)")
         started = time.monotonic()
         rows = await self.teachers.teach(rows, dataset)
         run.stats.teacher_seconds.append(time.monotonic() - started)
@@ -264,16 +269,6 @@ async def _end(tasks: Sequence[asyncio.Future[LoopResult]], run: LoopRun) -> Non
 def failed_group(group_id: int, samples: int, dataset: str, reason: str) -> list[Trajectory]:
     """Return the trajectories of a group that could not run: without tokens, counted, never trained on."""
     return _of_set([failed_trajectory(group_id, index, reason) for index in range(samples)], dataset)
-
-
-def _of_prompt(rows: list[Trajectory], prompt: PromptTask) -> list[Trajectory]:
-    """Return the trajectories with the images of their prompt, and with the name of its data set if there are several.
-
-    Raises RolloutError if a loop changed the tokens of the prompt.
-    """
-    if prompt.images:
-        rows = [replace(row, images=prompt.images_in(row.prompt_ids)) if row.prompt_ids else row for row in rows]
-    return _of_set(rows, prompt.dataset)
 
 
 def _of_set(rows: list[Trajectory], dataset: str) -> list[Trajectory]:

@@ -14,7 +14,7 @@ from megarl.evaluation.harness import Mode
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.batch_stats import BatchStats
 from megarl.rollout.engine.continuation import Generate, GroupDeadline, RequestContext
-from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, request_seed
+from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, request_seed, shared
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.resume.group_progress import GroupProgress, RequestPlace, UnfinishedGroup
 from megarl.rollout.tasks.prompts import EvalSet, PromptSource, PromptTask
@@ -112,6 +112,9 @@ class LoopRun:
             if self._files is None:  # once for all requests of the job; each engine fetches them once
                 self._files = asyncio.ensure_future(asyncio.to_thread(_shared_files, self.job.prompt))
             files = await asyncio.shield(self._files)
+            for image, shown in zip(request.images, request.files, strict=False):  # what tools have answered with
+                if image.hash not in files and isinstance(shown, bytes) and shown:
+                    files[image.hash] = shared(shown)
             request = changed(request, files=tuple(files[image.hash] for image in request.images))
         context = self.job.request_context(place, near, self.deadline, self.progress.tokens)
         return await self._generate(request, context)
@@ -123,17 +126,15 @@ class LoopRun:
 
 
 def _shared_files(prompt: PromptTask) -> dict[str, bytes | Awaitable[bytes]]:
-    """Return the files of a prompt's images by their hashes, in Ray's object store if there is one.
+    """Return the `shared` files of a prompt's images by their hashes.
 
     Raises RolloutError for a file that is not there any more.
     """
-    import ray
-
     try:
         files = prompt.files()
     except (OSError, ValueError) as error:
         raise RolloutError(f"an image of {prompt.prompt.name} cannot be read: {error}") from error
-    return {name: ray.put(content) if ray.is_initialized() else content for name, content in files.items()}
+    return {name: shared(content) for name, content in files.items()}
 
 
 Persist = Callable[[int, Mapping[int, GroupProgress]], Awaitable[None]]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import chain, zip_longest
 
 from megarl.chat.dialogue import Dialogue
+from megarl.chat.images import shown_text
 from megarl.queue.trajectory import FinishReason, Trajectory
 from megarl.rewards.types import Turn
 from megarl.rollout.agents.agent_loop import AgentContext
@@ -104,11 +105,17 @@ class ToolAgent:
                 return ToolAnswer(ctx.toolbox.shortened(call.error), error=True)
             return await ctx.call(call.name, call.arguments)
         answers = [
-            {"role": "tool", "content": answer.text, "name": call.name, "tool_call_id": f"call{index:05d}"}
+            {
+                "role": "tool", "content": shown_text(answer.text, len(answer.images)), "name": call.name,
+                "tool_call_id": f"call{index:05d}",
+            }
             for index, (call, answer) in enumerate(zip(state.calls, state.answers, strict=True))
-        ]
+        ]  # fmt: skip
+        response = _response(state, results)
         inserted = ctx.toolbox.dialogue.next_turn(results[-1].response_ids, answers)
-        tokens = len(_response(state, results)) + len(inserted)
+        images = [image for answer in state.answers for image in answer.images]
+        inserted = ctx.show([*ctx.prompt.ids, *response], inserted, images)
+        tokens = len(response) + len(inserted)
         return AnswersEncoded(tuple(inserted), fit=tokens < ctx.prompt.sampling.max_tokens)
 
 

@@ -56,7 +56,8 @@ class GenerateRequest:
     """A request for one response. `request_id` must be unique among the requests in flight.
 
     `priority`: an engine that schedules by priority takes lower numbers first; training has 0. `images`: those of the
-    prompt by their places; `files`: their files, or what a replica awaits to get them, which the fleet adds.
+    prompt by their places; `files`: their files, or what a replica awaits to get them, which the fleet adds. Until then
+    there are those of tools only, and others are empty.
     """
 
     request_id: str
@@ -66,6 +67,13 @@ class GenerateRequest:
     priority: int = 0
     images: tuple[ImageRef, ...] = ()
     files: tuple[bytes | Awaitable[bytes], ...] = ()
+
+
+def shared(file: bytes) -> bytes | Awaitable[bytes]:
+    """Return a file as requests have it, in Ray's object store if there is one: each engine fetches it once."""
+    import ray
+
+    return ray.put(file) if ray.is_initialized() else file  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

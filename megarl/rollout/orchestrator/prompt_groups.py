@@ -248,6 +248,7 @@ class PromptGroups:
             if any(row.images for row in rows):  # before the problem is forgotten
                 async with asyncio.timeout(self._config.timeouts.rpc_s):
                     files = await asyncio.to_thread(self._source.draw(group_id).files)
+                files |= {name: content for row in rows for name, content in row.files.items()}
         except (OSError, ValueError) as error:
             logger.warning("group %d failed: an image cannot be read any more", group_id, exc_info=error)
             samples, dataset = self._config.batch.samples_per_group, self._source.dataset(group_id)

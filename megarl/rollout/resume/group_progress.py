@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from megarl.common.values import changed, packed
+from megarl.queue.images import ImageRef
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.tasks.prompts import PromptTask
@@ -136,7 +137,7 @@ class GroupProgress:
 
         `prompt`: the digest of the prompt, if it is known.
         """
-        prompt = prompt_digest(request.prompt_ids) if prompt is None else prompt
+        prompt = prompt_digest(request.prompt_ids, request.images) if prompt is None else prompt
         self._requests[place] = _Request(request.request_id, prompt)
         kept = self._kept.pop(place, None)
         if kept is not None and kept.prompt == prompt:
@@ -179,6 +180,7 @@ class GroupProgress:
         return UnfinishedGroup(begun, dict(self.loops))
 
 
-def prompt_digest(prompt_ids: Sequence[int]) -> str:
+def prompt_digest(prompt_ids: Sequence[int], images: Sequence[ImageRef] = ()) -> str:
     """Return a digest of a request's prompt."""
-    return hashlib.blake2b(packed("q", prompt_ids), digest_size=16).hexdigest()
+    shown = "".join(image.hash for image in images)
+    return hashlib.blake2b(packed("q", prompt_ids) + shown.encode(), digest_size=16).hexdigest()

@@ -11,7 +11,7 @@ import json
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import msgspec
@@ -73,8 +73,10 @@ def encode_group(rows: Sequence[Trajectory], problem: str) -> bytes:
             | ({"images": [astuple(image) for image in row.images]} if row.images else {})
         )
         arrays += columns
+    files = {name: file for row in rows for name, file in row.files.items()}
     head = {"kind": "group", "group": rows[0].group_id, "problem": problem, "rows": heads}
-    return _join(head, arrays)
+    head |= {"files": {name: len(file) for name, file in files.items()}} if files else {}
+    return _join(head, [*arrays, *files.values()])
 
 
 def encode_unfinished(group: int, begun: UnfinishedGroup, problem: str) -> bytes:
@@ -156,7 +158,13 @@ def decode_group(record: bytes) -> list[Trajectory]:
                 images=tuple(ImageRef(*image) for image in content.get("images", ())),
             )
         )
-    return rows
+    if "files" not in head:
+        return rows
+    files: dict[str, bytes] = {}
+    for name, size in head["files"].items():
+        files[name], view = bytes(view[:size]), view[size:]
+    shown = [{image.hash: files[image.hash] for image in row.images if image.hash in files} for row in rows]
+    return [replace(row, files=own) for row, own in zip(rows, shown, strict=True)]
 
 
 def _take(view: memoryview, kind: str, count: int) -> tuple[list[Any], memoryview]:

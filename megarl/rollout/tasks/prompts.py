@@ -159,7 +159,7 @@ class PromptSource:
         self._images = PromptImages.of(config.model.path, info, config.model.vision)
         run_dir = config.run_dir if config.gateway.enabled else None
         most = max_sequence_tokens(config, info)
-        self._made = Toolboxes(config.agent, self.tokenizer, self.stop_token_ids, most, run_dir)
+        self._made = Toolboxes(config.agent, self.tokenizer, self.stop_token_ids, most, run_dir, self._images)
         self._evaluation_limit = evaluation_prompt_limit(config, info)
         self._sets = [
             _TrainingPrompts(

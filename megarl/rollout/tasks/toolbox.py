@@ -6,11 +6,12 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.chat.dialogue import Dialogue
+from megarl.chat.images import PromptImages
 from megarl.chat.tool_calls import HERMES, ToolFormat
 from megarl.chat.tool_format import tool_format
 from megarl.common.imports import imported
@@ -41,7 +42,8 @@ class Toolbox:
     """The tools of a data set by name, and what a loop needs to talk with the model about them.
 
     `run_dir`: the directory of the run, where the address of its gateway is; None if the loop does not act through it.
-    `max_model_len`: tokens of prompt and response together; None if it is not known.
+    `max_model_len`: tokens of prompt and response together; None if it is not known. `images`: how the model is shown
+    images; None if it sees none.
     """
 
     dialogue: Dialogue
@@ -50,6 +52,7 @@ class Toolbox:
     tool_format: ToolFormat = HERMES
     run_dir: Path | None = None
     max_model_len: int | None = None
+    images: PromptImages | None = None
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -75,11 +78,11 @@ class Toolboxes:
 
     def __init__(
         self, agent: AgentConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int],
-        max_model_len: int | None = None, run_dir: Path | None = None,
+        max_model_len: int | None = None, run_dir: Path | None = None, images: PromptImages | None = None,
     ) -> None:  # fmt: skip
-        """`max_model_len`: that of the engines, if it is known. `run_dir`: see `Toolbox`."""
+        """`max_model_len`: that of the engines, if it is known. `run_dir` and `images`: see `Toolbox`."""
         self._agent, self._tokenizer, self._stops = agent, tokenizer, stop_token_ids
-        self._max_model_len, self._run_dir = max_model_len, run_dir
+        self._max_model_len, self._run_dir, self._images = max_model_len, run_dir, images
         self._made: dict[str, Tool] = {}
 
     def of(self, chosen: TrainSet | HeldOutSet) -> Toolbox | None:
@@ -87,9 +90,10 @@ class Toolboxes:
         if self._agent.loop == SINGLE_TURN:
             return None
         tools = [self._tool(tool, f"{chosen.key}.tools.{index}") for index, tool in enumerate(chosen.tools)]
-        return make_toolbox(
+        made = make_toolbox(
             self._agent, chosen, tools, self._tokenizer, self._stops, self._max_model_len, self._run_dir
         )
+        return replace(made, images=self._images)
 
     def _tool(self, chosen: ToolConfig, key: str) -> Tool:
         same = chosen.model_dump_json()

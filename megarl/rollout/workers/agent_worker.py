@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.chat.images import PromptImages
 from megarl.chat.tokenize import TokenDecoder, load_tokenizer, stop_token_ids
 from megarl.common.process.memory_tuning import begin_start, collect_for_loops, exempt_present_objects
 from megarl.common.process.output import redirect_output
@@ -131,8 +132,9 @@ class AgentWorker:
         tokenizer = load_tokenizer(model)
         stops = tuple(stop_token_ids(model, tokenizer, self.config.sampling.stop_token_ids))
         run_dir = self.config.run_dir if self.config.gateway.enabled else None
-        most = max_sequence_tokens(self.config, load_info(model))
-        made = Toolboxes(self.config.agent, tokenizer, stops, most, run_dir)
+        info = load_info(model)
+        most, images = max_sequence_tokens(self.config, info), PromptImages.of(model, info, self.config.model.vision)
+        made = Toolboxes(self.config.agent, tokenizer, stops, most, run_dir, images)
 
         def boxes(chosen: Sequence[TrainSet] | Sequence[HeldOutSet]) -> dict[str, Toolbox]:
             return {each.name: box for each in chosen if (box := made.of(each)) is not None}

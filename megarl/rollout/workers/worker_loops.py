@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megarl.queue.trajectory import Trajectory
@@ -51,6 +52,7 @@ class WorkerRun(LoopRun):
         self.number, self._outbox = start.run, outbox
         self._waiting: dict[RequestPlace | int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
+        self._sent: set[str] = set()  # the images of tools that the controller has
 
     def send_records(self, samples: set[int] | None = None) -> int:
         """Send the records of loops that have changed, of these `samples` or of all; return how many these are."""
@@ -66,6 +68,11 @@ class WorkerRun(LoopRun):
         """See `LoopRun.generate`."""
         self.send_records({place[0]})  # before it, so no client has a response to an unknown turn
         answer = self._waiting[place] = asyncio.get_running_loop().create_future()
+        if request.files:
+            hashes = [image.hash for image in request.images]
+            files = zip(hashes, request.files, strict=True)
+            request = replace(request, files=tuple(b"" if name in self._sent else file for name, file in files))
+            self._sent.update(hashes)
         self._outbox.put(Asked(self.number, place, request, near, self.progress.prompt_of(place)))
         result: GenerateResult = await answer
         return result

@@ -33,6 +33,7 @@ def groups(draw: st.DrawFn) -> list[Trajectory]:
         spans = (VersionSpan(3, 0, cut), VersionSpan(7, cut, len(ids), lost=2, epoch=1)) if ids else ()
         streams = {"weights": [0.25 * token for token in range(len(ids))]} if draw(st.booleans()) else {}
         failed = draw(st.booleans())
+        images = (ImageRef("ab", 1, 1, 2), ImageRef("cd", 3, 2, 1))[: draw(st.integers(0, 2))]
         rows.append(
             Trajectory(
                 5,
@@ -54,7 +55,8 @@ def groups(draw: st.DrawFn) -> list[Trajectory]:
                 demonstrated=draw(st.booleans()),
                 turn_rewards=[0.1, -2.0][: len(ids)],
                 turn_starts=[0, 1][: len(ids)],
-                images=(ImageRef("ab", 1, 1, 2), ImageRef("cd", 3, 2, 1))[: draw(st.integers(0, 2))],
+                images=images,
+                files={image.hash: image.hash.encode() for image in images[draw(st.integers(0, 1)) :]},
             )
         )
     return rows
@@ -65,6 +67,11 @@ def groups(draw: st.DrawFn) -> list[Trajectory]:
 def test_a_group_is_read_as_it_was_written(rows: list[Trajectory]) -> None:
     record = encode_group(rows, "what was asked")
     assert decode_group(record) == rows
+    # Once for the whole group, so a row may also have one that was a file of another one only.
+    found, files = decode_group(record), {name: file for row in rows for name, file in row.files.items()}
+    assert [row.files for row in found] == [
+        {image.hash: files[image.hash] for image in row.images if image.hash in files} for row in rows
+    ]
     head = read_head(record)
     assert (head["group"], head["problem"]) == (5, "what was asked")
     assert newest_version(head) == (7 if any(row.response_ids for row in rows) else -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import httpx
 import openai
 
 from megarl.rewards.types import RewardResult
+from tests.support.models.tiny_vision import picture
+from tests.support.rollout.picture_agents import data_url
 
 
 async def two_turns(base_url: str, token: str, session: str, row: dict[str, Any], keep: str = "") -> None:
@@ -31,6 +34,24 @@ async def two_turns(base_url: str, token: str, session: str, row: dict[str, Any]
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {token}"}, timeout=60.0) as http:
             content = (await http.get(f"{base_url}/sessions/{session}")).json()
         (Path(keep) / f"{session}.json").write_text(json.dumps({"row": row, "process": process, **content}))
+
+
+async def shows_pictures(base_url: str, token: str, session: str, row: dict[str, Any]) -> float:
+    """A dialogue of two turns, in which each message of the user has a picture of its own."""
+    async with openai.AsyncOpenAI(
+        base_url=base_url, api_key=token, default_headers={"X-Session-ID": session}
+    ) as client:
+        model = (await client.models.list()).data[0].id
+        messages: list[Any] = []
+        for number in range(2):
+            shown = {
+                "type": "image_url",
+                "image_url": {"url": data_url(picture(90, 60, zlib.crc32(session.encode()) + number))},
+            }
+            messages.append({"role": "user", "content": [{"type": "text", "text": row["problem"]}, shown]})
+            answer = await client.chat.completions.create(model=model, messages=messages, max_tokens=8)
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    return float(session.split("-")[-2] in "02")  # the sample's number, so that groups have a signal
 
 
 async def handles_a_refusal(base_url: str, token: str, session: str, row: dict[str, Any]) -> None:

@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.chat.images import PromptImages
 from megarl.chat.tokenize import load_tokenizer, stop_token_ids
 from megarl.common.errors import ReplicaFailed, RequestFailed
+from megarl.config.schema import VisionConfig
 from megarl.gateway.app import GatewayRoutes, GatewayServer, listen
 from megarl.gateway.chats import Chats
 from megarl.gateway.pool_client import ControllerClient
 from megarl.gateway.request_fields import ModelLimits
 from megarl.gateway.sessions import Sessions
 from megarl.gateway.text import ModelText
+from megarl.models.hf.read_config import load_info
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest
@@ -186,6 +189,8 @@ class StandInGateway:
     most_sessions: int = 4000
     serves: bool = True
     at: int = 0
+    sees: bool = False  # as the model does
+    image_hosts: tuple[str, ...] = ()
     parts: Parts = field(init=False)
     port: int = field(init=False)
 
@@ -239,11 +244,13 @@ class StandInGateway:
         async def find() -> LocalController:
             return self.parts.controller
 
-        pool, text = ControllerClient("gateway-1", find, 60.0), ModelText(self.model, stops)
+        vision = VisionConfig(max_pixels=64 * 28 * 28, images_per_prompt=2)
+        images = PromptImages.of(self.model, load_info(self.model), vision) if self.sees else None
+        pool, text = ControllerClient("gateway-1", find, 60.0), ModelText(self.model, stops, images=images)
         limits = ModelLimits(self.max_model_len, len(tokenizer), stops)
         sessions = Sessions(self.most_sessions, 10**7, 600.0)
         self.parts = Parts(replicas, fleet, controller, pool, sessions)
-        chats = Chats(text, limits, MODEL)
+        chats = Chats(text, limits, MODEL, self.image_hosts)
         server = GatewayServer(GatewayRoutes(pool, self.timeout_s, sessions, limits, chats, (MODEL,), TOKEN))
         listener = listen("127.0.0.1", self.at)
         self.port = listener.getsockname()[1]
