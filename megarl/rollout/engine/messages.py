@@ -79,6 +79,13 @@ def shared(file: bytes) -> bytes | Awaitable[bytes]:
     return ray.put(file) if ray.is_initialized() else file  # type: ignore[no-any-return]
 
 
+def shared(file: bytes) -> bytes | Awaitable[bytes]:
+    """Return a file as requests have it, in Ray's object store if there is one: each engine fetches it once."""
+    import ray
+
+    return ray.put(file) if ray.is_initialized() else file  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class GenerateResult:
     """The response to one request, produced by replica number `replica`.
