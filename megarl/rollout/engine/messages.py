@@ -58,8 +58,8 @@ class GenerateRequest:
 
     `priority`: an engine that schedules by priority takes lower numbers first; training has 0. `images`: those of the
     prompt by their places; `files`: their files, or what a replica awaits to get them, which the fleet adds. Until then
-    there are those of tools only, and others are empty. `routes_from`: the first token
-    of the prompt whose experts are not known yet.
+    there are those of tools only, and others are empty. `routes_from`: the first token of the prompt whose experts are
+    not known yet.
     """
 
     request_id: str
@@ -70,13 +70,6 @@ class GenerateRequest:
     images: tuple[ImageRef, ...] = ()
     files: tuple[bytes | Awaitable[bytes], ...] = ()
     routes_from: int = 0
-
-
-def shared(file: bytes) -> bytes | Awaitable[bytes]:
-    """Return a file as requests have it, in Ray's object store if there is one: each engine fetches it once."""
-    import ray
-
-    return ray.put(file) if ray.is_initialized() else file  # type: ignore[no-any-return]
 
 
 def shared(file: bytes) -> bytes | Awaitable[bytes]:
