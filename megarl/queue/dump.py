@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.queue.images import ImageRef
+from megarl.queue.routes import Routes
 from megarl.queue.streams import STREAMS, stream_column, stream_row
 from megarl.queue.trajectory import SampleTag, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FORMAT = "6"
+FORMAT = "7"
 # Files of format 1 have neither masks nor streams: all their response tokens are sampled. Before format 3 no tokens of
 # lost updates were trained, before format 4 each sample had one trajectory, and before format 5 no replica is known.
-# Before format 6 no prompt had images.
-READABLE = ("1", "2", "3", "4", "5", FORMAT)
+# Before format 6 no prompt had images, and before format 7 no token had experts to replay.
+READABLE = ("1", "2", "3", "4", "5", "6", FORMAT)
 _PART = re.compile(r"step_(\d{6,})\.(\d+)-of-(\d+)\.parquet")
 
 
@@ -161,6 +162,7 @@ def _schema() -> pa.Schema:
             ("versions", pa.list_(span)),
             ("reward_components", pa.list_(component)),
             ("images", pa.list_(image)),
+            ("routes", pa.struct([("form", pa.list_(pa.int64())), ("content", pa.binary())])),
             *((stream_column(stream), _arrow_type([_STREAM_TYPES[stream.dtype]])) for stream in STREAMS.from_rollout),
         ]
     )
@@ -187,6 +189,7 @@ def _to_table(step: int, version: int, trajectories: Sequence[Trajectory]) -> pa
                 {"name": name, "value": value} for name, value in trajectory.reward_components.items()
             ],
             "images": [vars(image) for image in trajectory.images],
+            "routes": None if trajectory.routes is None else _written(trajectory.routes),
             **{
                 stream_column(stream): stream_row(stream, trajectory)
                 for stream in STREAMS.from_rollout
@@ -217,12 +220,18 @@ def _read_part(path: Path, step: int) -> tuple[int, list[Trajectory]]:
     return int(metadata["megarl.version"]), [_from_row(row) for row in table.to_pylist()]
 
 
+def _written(routes: Routes) -> dict[str, Any]:
+    return {"form": routes.form, "content": routes.tobytes()}
+
+
 def _from_row(row: dict[str, Any]) -> Trajectory:
+    routes = row.get("routes")
     return Trajectory(
         **{name: row[name] for name in _PLAIN if name in row},
         versions=tuple(VersionSpan(**span) for span in row["versions"]),
         reward_components={item["name"]: item["value"] for item in row["reward_components"]},
         images=tuple(ImageRef(**image) for image in row.get("images", ())),
+        routes=None if routes is None else Routes.read(routes["form"], routes["content"]),
         streams={
             stream.name: values
             for stream in STREAMS.from_rollout

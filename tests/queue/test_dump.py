@@ -7,6 +7,7 @@ import math
 import struct
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from megarl.queue import row_format
 from megarl.queue.dump import DumpError, read_batch, recorded_steps, write_batch
 from megarl.queue.images import ImageRef
+from megarl.queue.routes import Routes
 from megarl.queue.sample_lines import choose_keys, sample_record
 from megarl.queue.trajectory import Trajectory, VersionSpan
 
@@ -57,6 +59,10 @@ trajectories = st.builds(
     images=st.lists(
         st.builds(ImageRef, st.text(max_size=4), st.integers(0, 9), st.integers(1, 9), st.integers(1, 9)), max_size=2
     ).map(tuple),
+    routes=st.none() | st.builds(
+        lambda tokens, kind: Routes(np.arange(tokens * 6, dtype=kind).reshape(tokens, 3, 2)),
+        st.integers(0, 3), st.sampled_from(["u1", "u2"]),
+    ),
 )  # fmt: skip
 
 

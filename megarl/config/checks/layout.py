@@ -208,8 +208,6 @@ def _engine_replay_problems(config: Config) -> Iterator[str]:
         yield f"{key}: responses that come through the gateway have no experts; use r2 with this agent.loop"
     if any(each.demonstrates for each in train_sets(config)):
         yield f"{key}: no engine has chosen experts for demonstrations; use r2"
-    if config.telemetry.dump_batches:
-        yield f"telemetry.dump_batches: recorded batches have no experts, which {key} needs; set one of them otherwise"
 
 
 def megatron_problems(trainer: TrainerConfig, megatron: MegatronConfig, device: str) -> Iterator[str]:

@@ -130,7 +130,6 @@ LAYOUTS += [
     ),
     ("qwen3_moe", {**R3, "agent__loop": "harness"}, "responses that come through the gateway have no experts"),
     ("qwen3_moe", {**R3, "data__demonstration_field": "shown"}, "no engine has chosen experts for demonstrations"),
-    ("qwen3_moe", {**R3, "telemetry__dump_batches": True}, "recorded batches have no experts"),
     ("qwen3", R2, "trainer.router_replay: this model has no experts"),
     ("qwen3_moe", {"trainer__router_replay": "r2"}, "this run makes none; set algorithm.old_logprobs=trainer"),
     ("qwen3_moe", {**R2, "megatron__transformer": {"moe_router_fusion": True}}, "the fused router replays nothing"),
