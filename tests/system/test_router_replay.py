@@ -12,10 +12,11 @@ from tests.support.trainer.configs import with_changes
 
 pytestmark = pytest.mark.engine
 MIXTURE = {"num_hidden_layers": 6, "num_experts": 32, "num_experts_per_tok": 4, "mlp_only_layers": [1]}
+WIDE = {**MIXTURE, "hidden_size": 128, "moe_intermediate_size": 64, "mlp_only_layers": []}
 
 
-def run(directory: Path, **changes: Any) -> Run:
-    tree = with_changes(tiny_config(directory, family="qwen3_moe", **MIXTURE), changes)
+def run(directory: Path, model: dict[str, Any] = MIXTURE, **changes: Any) -> Run:
+    tree = with_changes(tiny_config(directory, family="qwen3_moe", **model), changes)
     done = train(tree)
     assert done.code == 0, done.output[-4000:]
     assert [record["step"] for record in done.metrics] == list(range(1, tree["run"]["steps"] + 1))
@@ -39,7 +40,7 @@ def test_the_trainer_computes_what_the_engines_did(tmp_path: Path) -> None:
 def test_in_bf16_what_is_left_is_far_less(tmp_path: Path) -> None:
     """Routers of nearly equal scores choose other experts in the trainer, unless they replay the engine's."""
     free, replayed = (
-        run(tmp_path / mode, trainer__router_replay=mode, trainer__precision="bf16", sampling__max_tokens=48)
+        run(tmp_path / mode, WIDE, trainer__router_replay=mode, trainer__precision="bf16", sampling__max_tokens=48)
         for mode in ("none", "r3")
     )
     for before, after in zip(free.metrics, replayed.metrics, strict=True):
