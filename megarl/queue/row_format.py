@@ -128,7 +128,9 @@ def _tag(trajectory: Trajectory) -> dict[str, str]:
 
 
 def _content(tag: Mapping[str, str]) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(tag[TAG])
+    content = json.loads(tag[TAG])
+    if not isinstance(content, dict):
+        raise ValueError(f"the tag of a row is not an object: {content!r:.60}")
     return content
 
 

@@ -268,12 +268,13 @@ def _engine_block(info: ModelInfo, config: TransformerConfig, vp_stage: int | No
     if not _has_packed_kernel(config) or (config.context_parallel_size > 1 and config.window_size is not None):
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    for number, layer in enumerate(block.layer_specs, start=first):
-        if info.is_delta_layer(number):
-            # Its projection is not one of Transformer Engine's, which have the norm before them inside.
-            layer.submodules.input_layernorm = _norm_of(info)
-            layer.submodules.self_attention = _delta_net(info)
+    if info.delta:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        for number, layer in enumerate(block.layer_specs, start=first):
+            if info.is_delta_layer(number):
+                # Its projection is not one of Transformer Engine's, which have the norm before them inside.
+                layer.submodules.input_layernorm = _norm_of(info)
+                layer.submodules.self_attention = _delta_net(info)
     if info.mla:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 

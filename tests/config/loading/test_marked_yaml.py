@@ -23,8 +23,9 @@ def test_lines_are_what_is_set_and_comments_the_rest(tmp_path: Path) -> None:
         "  sets:", "  - name: held", "    path: held.jsonl", "    limit: 3",
     ]  # fmt: skip
     assert (
-        "    # default: pipeline: 1, expert: 1, sequence: false\n    # expert default: virtual_pipeline: null" in text
-    )
+        "    # default: context: 1, pipeline: 1, expert: 1, sequence: false\n"
+        "    # expert default: virtual_pipeline: null"
+    ) in text
     assert "\n# algorithm: {advantage: grpo" in text and max(map(len, text.splitlines())) <= WIDTH
     path = tmp_path / "again.yaml"
     path.write_text(text)

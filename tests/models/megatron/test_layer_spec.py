@@ -170,7 +170,7 @@ def test_packed_sequences_get_a_kernel_where_transformer_engine_has_none(
         patch.object(spec.importlib.util, "find_spec", lambda name: found),
         patch.object(spec, "get_gpt_decoder_block_spec", lambda *args, **kwargs: block),
     ):
-        spec._engine_block(SimpleNamespace(mla=None), _config(params_dtype=dtype, **changes), None)  # type: ignore[arg-type]
+        spec._engine_block(SimpleNamespace(mla=None, delta=None), _config(params_dtype=dtype, **changes), None)  # type: ignore[arg-type]
     chosen = {layer.submodules.self_attention.submodules.core_attention for layer in layers}
     assert chosen == {PackedAttention if own else theirs}
 

@@ -211,7 +211,7 @@ def test_a_state_of_another_loop_and_a_lost_turn_are_reported(config: Config) ->
         asyncio.run(runner.run(1))
     runner = agent_runner(config, Other(), toolbox_of(), ScriptedBatcher(["4"]), KeepingRewards())
     kept = UnfinishedGroup(loops={index: FrozenLoop('{"something": 1}') for index in range(2)})
-    with pytest.raises(RolloutError, match="the frozen state of a loop is no Asked"):
+    with pytest.raises(RolloutError, match="the frozen state of a loop is not a Asked"):
         asyncio.run(runner.run(1, kept))
 
 

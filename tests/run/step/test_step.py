@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,7 +179,14 @@ def test_samples_have_the_temperature_of_their_own_set(monkeypatch: pytest.Monke
     }  # fmt: skip
 
 
-class FailsInItsUpdate:
+class Unrouted:
+    """A policy without experts."""
+
+    def set_routes(self, samples: object, routes: object) -> None:
+        pass
+
+
+class FailsInItsUpdate(Unrouted):
     """A policy whose update number `failing` has a loss that is not finite."""
 
     def __init__(self, failing: int) -> None:
@@ -267,7 +273,8 @@ def test_a_mini_batch_without_a_weight_makes_no_update(monkeypatch: pytest.Monke
     own, rows = config(trainer={"mini_batches": 2}), two_groups()
     plan = plan_step([row.tag for row in rows], own, dp_size=1, version=0)
     metrics = step_metrics()
-    policy: Any = SimpleNamespace(update=update, source_gaps=OriginGaps.zeros(0))
+    policy: Any = Unrouted()
+    policy.update, policy.source_gaps = update, OriginGaps.zeros(0)
     keep = lambda plan, measured: watched.append(measured)  # noqa: E731
     by_key = {row.key: row for row in rows}
     trained = step.train_step(policy, plan, by_key, own, PhaseTimer(), metrics, step=0, watch=keep)
@@ -299,7 +306,7 @@ def test_a_step_whose_engine_has_returned_a_bad_logprob_makes_no_update() -> Non
     assert skipped is not None and skipped.outcome.failed == 2 and skipped.ended["failed"] == [0, 1]
 
 
-class ReturnsNan:
+class ReturnsNan(Unrouted):
     """A policy whose log-probs of one sample are not finite; an update would be an error."""
 
     def compute_logprobs(self, samples: list[TrainSample], *, reference: bool) -> list[torch.Tensor]:
