@@ -160,7 +160,7 @@ nightly-runs: setup-test  ## Whole runs: modes, agents, harnesses, rewards that 
 nightly-learning: setup-test  ## Runs that must learn, and their controls that must not; the examples; the commands of the pages.
 	$(PY) -m pytest -m slow tests/system/test_quickstart.py tests/system/test_calculator.py \
 	  tests/system/test_bars.py tests/system/test_demonstrations.py tests/system/test_distillation.py tests/system/test_examples.py \
-	  tests/system/test_commands_of_pages.py $(PARALLEL)
+	  tests/system/test_families_learn.py tests/system/test_commands_of_pages.py $(PARALLEL)
 
 nightly-recipes: setup-test  ## Every recipe's small twin, converted models, and replays under other layouts.
 	$(PY) -m pytest -m slow tests/system/test_recipe_twins.py tests/system/test_replay_under_other_layouts.py \
