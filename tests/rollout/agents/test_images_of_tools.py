@@ -149,8 +149,8 @@ def test_a_run_that_resumes_asks_for_them_again(config: Config, toolbox: Any, id
     assert all(row.status == "ok" for row in rows)
     assert [INTERRUPTED in text_of(row) for row in rows] == [not idempotent] * 2
     assert [bool(row.images) for row in rows] == [idempotent] * 2
-    turns = [request for request, _, _ in batcher.asked if request.request_id.endswith("-1")]
-    assert [each.images for each in turns] == [row.images for row in rows]
+    turns = {request.request_id: request for request, _, _ in batcher.asked if request.request_id.endswith("-1")}
+    assert [turns[name].images for name in sorted(turns)] == [row.images for row in rows]
 
 
 def test_what_is_kept_of_a_response_is_of_its_images() -> None:
