@@ -1,4 +1,4 @@
-"""The architecture of a model, as its Hugging Face `config.json` gives it, in the same fields for all families."""
+"""A model's architecture, read from its Hugging Face `config.json` into the same fields for every family."""
 
 from __future__ import annotations
 
@@ -9,25 +9,22 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """The sizes of multi-head latent attention (MLA, arXiv 2405.04434).
-
-    They are the ranks of the compressed queries and keys/values, and channels per head.
-    """
+    """Sizes of multi-head latent attention (MLA, arXiv 2405.04434): compression ranks, and channels per head."""
 
     query_rank: int | None  # None: queries are not compressed
     kv_rank: int
-    plain: int  # channels of queries and keys without a position (qk_nope_head_dim)
-    rotated: int  # channels with rotary position (qk_rope_head_dim); a token's key heads share one such vector
+    plain: int  # channels of queries and keys without RoPE (qk_nope_head_dim)
+    rotated: int  # channels with RoPE (qk_rope_head_dim); a token's key heads share one such vector
     value: int  # channels of values (v_head_dim)
     norm_eps: float  # of the two norms inside attention; the layers' norms have ModelInfo.norm_eps
 
 
-DELTA_CHUNK = 64  # tokens that the gated delta rule takes at a time: the products inside grow by its square
+DELTA_CHUNK = 64  # tokens per chunk of the gated delta rule; the products inside a chunk grow with its square
 
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Which layers are Gated DeltaNet (arXiv 2412.06464) instead of attention, and the sizes of these."""
+    """Which layers are Gated DeltaNet (arXiv 2412.06464) instead of attention, and their sizes."""
 
     layers: tuple[bool, ...]
     key_heads: int
@@ -38,7 +35,7 @@ class DeltaNet:
 
     @property
     def keys(self) -> int:
-        """Channels of all key heads, which are as many as those of all queries."""
+        """Channels of all key heads; the queries have as many."""
         return self.key_heads * self.key_dim
 
     @property
@@ -48,13 +45,13 @@ class DeltaNet:
 
     @property
     def state(self) -> int:
-        """Elements of a sequence's state in one layer, that of the convolution not included."""
+        """Elements of a sequence's state in one layer, without the convolution's."""
         return self.values * self.key_dim
 
 
 @dataclass(frozen=True)
 class VisionTower:
-    """The vision tower of a model that sees, and how images enter its language model.
+    """The vision tower of a vision-language model, and how images enter the language model.
 
     Images are cut into patches of `patch` x `patch` pixels in `channels` colours, each repeated over `frames` frames.
     Squares of `merge` x `merge` patches become one token. Pixels (0 to 255) are divided by 255, then shifted by `mean`
@@ -72,13 +69,13 @@ class VisionTower:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     rope_sections: tuple[int, ...]  # frequencies of the language model's RoPE that rotate by time, height and width
-    rope_interleaved: bool = False  # the axes alternate from frequency to frequency; else each has one block
+    rope_interleaved: bool = False  # the axes alternate between frequencies; otherwise each has one block
     places: int = 0  # learned position embeddings; 0 = none
-    deepstack: tuple[int, ...] = ()  # its layers whose features are added to the output of the first language layers
+    deepstack: tuple[int, ...] = ()  # its layers whose features are added to the outputs of the first language layers
 
     @property
     def patch_size(self) -> int:
-        """The numbers of one patch, as the image processor returns it."""
+        """Values per patch, as the image processor returns it."""
         return self.channels * self.frames * self.patch**2
 
 
@@ -106,19 +103,19 @@ class ModelInfo:
     topk: int = 0
     moe_ffn: int = 0
     norm_topk_prob: bool = True
-    moe_layers: tuple[bool, ...] = ()  # per layer: true for a mixture of experts; () = no such layer
-    shared_ffn: int = 0  # total width of the shared experts, which process every token; 0 = none
+    moe_layers: tuple[bool, ...] = ()  # per layer: true for a mixture of experts; () = none
+    shared_ffn: int = 0  # total width of the shared experts, which see every token; 0 = none
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     router_groups: tuple[int, int] | None = None  # (groups of experts, groups that a token may use); None = no groups
     router_scale: float = 1.0  # factor on the chosen experts' weights
-    expert_bias: bool = False  # a bias is added to the scores that choose the experts, not to their weights
-    shared_expert_gate: bool = False  # each token weighs the shared experts by a sigmoid
-    attention_gate: bool = False  # each query head has a gate, whose sigmoid multiplies attention's output
-    zero_centered_norms: bool = False  # norms multiply by 1 + weight; that inside a DeltaNet layer does not
+    expert_bias: bool = False  # a bias on the scores that choose the experts, not on the experts' weights
+    shared_expert_gate: bool = False  # a sigmoid per token scales the shared experts' output
+    attention_gate: bool = False  # a sigmoid gate per query head multiplies attention's output
+    zero_centered_norms: bool = False  # norms multiply by 1 + weight, except the one inside a DeltaNet layer
     delta: DeltaNet | None = None
     mla: LatentAttention | None = None  # if set, head_dim is plain + rotated and kv_heads equals heads
-    predict_layers: int = 0  # layers of the files that predict later tokens (MTP); not part of the model
-    window: int | None = None  # sliding window: keys that a query sees, its own included; None = all before it
+    predict_layers: int = 0  # multi-token prediction (MTP) layers in the files; not part of the model
+    window: int | None = None  # sliding window: keys that a query sees, including its own; None = all earlier ones
     vision: VisionTower | None = None  # None: the model reads text only
     dtype: str = "float32"  # dtype of the files, e.g. "bfloat16"
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -138,7 +135,7 @@ class ModelInfo:
 
     @property
     def dims(self) -> dict[str, int]:
-        """The sizes by the symbols that mapping rules use (see mapping.Source)."""
+        """Sizes by the symbols of mapping rules (see mapping.Source)."""
         return {
             "vocab": self.vocab_size,
             "hidden": self.hidden,

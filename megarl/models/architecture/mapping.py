@@ -1,13 +1,12 @@
 """The mapping between Hugging Face and Megatron tensors, declared once and used in both directions.
 
-A `Rule` names the Hugging Face tensors that one Megatron parameter consists of, as a concatenation of slices along one
-axis, and how tensor parallelism cuts it. All else follows from it: a rank's shard is a list of `Piece`s, loading copies
-pieces from files into the shard, exporting copies them back, and a layout of one rank gives the full tensor, which the
-converter needs. A rule only copies values and never computes any, so round trips are exact. They cannot show that a
-rule is right; the comparison of log-probs with `transformers` does.
+A `Rule` describes one Megatron parameter as a concatenation of slices of Hugging Face tensors along one axis, and says
+how tensor parallelism cuts it. A rank's shard is then a list of `Piece`s: loading copies them from files into the
+shard, and exporting copies them back. The converter uses the layout of one rank, whose shards are full tensors. Rules
+only copy values, so round trips are exact. Whether a rule is right is tested by comparing log-probs with
+`transformers`.
 
-Megatron names are canonical: those of the local layer spec (not Transformer Engine's), with global layer and expert
-numbers.
+Megatron names are canonical: the local layer spec's (not Transformer Engine's), with global layer and expert numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Literal
 from megarl.models.architecture.architecture import ModelInfo
 
 RuleScope = Literal["model", "layer", "dense_layer", "moe_layer", "attention_layer", "delta_layer"]
-GATE_UP = ("_w", "_v")  # Megatron-Core's endings of a checkpoint's keys, for the halves of a gated linear_fc1
+GATE_UP = ("_w", "_v")  # Megatron-Core's suffixes of checkpoint keys for the two halves of a gated linear_fc1
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,10 @@ class Rule:
     """A Megatron parameter (one per layer, one per expert) and the Hugging Face tensors that it consists of.
 
     `axis`: the axis that tensor parallelism cuts; None = replicated. `where`: one parameter per model, or one per layer
-    of this kind. `arrange`: the order of the sources' slices in the full tensor; by default one source after the
-    other. `per_source`: each rank holds its chunk of both sources (gate and up) instead of a chunk of the
-    concatenation. `sections`: the same for rows that are no sources: how many there are of each, by the ending of its
-    key in checkpoints. `pad_to_tp`: zero rows make the axis divisible (vocabulary). `buffer`: a persistent buffer
-    instead of a parameter. `fp32`: it stays fp32 in every precision, as each buffer does. `when`: says whether a model
+    of this kind. `arrange`: the order of the sources' slices in the full tensor; default: one source after the other.
+    `per_source`: each source (gate and up) is cut separately. `sections`: row counts of parts to cut separately, by the
+    suffix of their checkpoint keys. `pad_to_tp`: zero rows make the axis divisible (vocabulary). `buffer`: a persistent
+    buffer instead of a parameter. `fp32`: stays fp32 in every precision, as each buffer does. `when`: whether a model
     has the parameter.
     """
 
@@ -76,13 +74,13 @@ class Rule:
 
     @property
     def stays_fp32(self) -> bool:
-        """True if checkpoints, exports and weight sync have it in fp32 whatever the precision."""
+        """True if it is fp32 in checkpoints, exports and weight sync, whatever the precision."""
         return self.buffer or self.fp32
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A rule for one layer and expert: a Megatron parameter and its Hugging Face tensors' `names` and full `shapes`."""
+    """A rule applied to one layer and expert: a Megatron parameter, and `names` and full `shapes` of its sources."""
 
     megatron: str
     names: tuple[str, ...]
@@ -111,7 +109,7 @@ class Entry:
 
     @property
     def sections(self) -> Mapping[str, int]:
-        """The rows of each part of the full parameter that is cut for itself, by the ending of its key; {} for one."""
+        """Rows of each part of the full parameter that is cut separately, by key suffix; {} if it is one part."""
         if self.rule.sections is not None:
             return self.rule.sections(self.info)
         axis = self.rule.axis or 0
@@ -157,13 +155,13 @@ def expand(rules: tuple[Rule, ...], info: ModelInfo) -> Iterator[Entry]:
 
 
 def _is_of(where: RuleScope, info: ModelInfo, layer: int) -> bool:
-    """Return whether a rule with this scope is one of this layer."""
+    """Return whether a rule with this scope applies to this layer."""
     mlp = "moe_layer" if info.is_moe_layer(layer) else "dense_layer"
     return where in ("layer", mlp, "delta_layer" if info.is_delta_layer(layer) else "attention_layer")
 
 
 def qkv(info: ModelInfo) -> list[Piece]:
-    """Return Megatron's fused QKV: for each group its query heads, its key head and its value head."""
+    """Return Megatron's fused QKV: query heads, key head and value head of each group."""
     per_group, d = info.heads // info.kv_heads * info.head_dim, info.head_dim
     return [
         piece
@@ -177,9 +175,9 @@ def qkv(info: ModelInfo) -> list[Piece]:
 
 
 def gated_qkv(info: ModelInfo) -> list[Piece]:
-    """Return Megatron's fused QKV with gates: for each group its query heads, their gates, its key and its value head.
+    """Return Megatron's fused QKV with gates: query heads, their gates, key head and value head of each group.
 
-    The source of queries has a head's gate after each query head.
+    In the query source each head is followed by its gate.
     """
     heads, d = info.heads // info.kv_heads, info.head_dim
     return [
@@ -194,7 +192,7 @@ def gated_qkv(info: ModelInfo) -> list[Piece]:
     ]
 
 
-# A norm's canonical name in its layer, and the projection that Transformer Engine fuses it into if the model has that.
+# A norm's canonical name in its layer, and the projection into which Transformer Engine fuses it, if the model has it.
 FUSED_NORMS = (
     ("input_layernorm.weight", "self_attention.linear_qkv"),
     ("input_layernorm.weight", "self_attention.in_proj"),

@@ -1,8 +1,8 @@
 """Rotary position embeddings (RoPE) of a `config.json`: base, scaling, inverse frequencies, attention factor.
 
-They are computed here and not by Megatron-Core because it hard-codes three of Llama 3's four scaling numbers
-(rotary_pos_embedding.py:96), and its fused RoPE drops YaRN's attention factor with packed sequences
-(rope_utils.py:296). The formulas are those of `transformers` modeling_rope_utils; YaRN is arXiv 2309.00071.
+Megatron-Core's own are not used: it hard-codes three of Llama 3's four scaling numbers (rotary_pos_embedding.py:96),
+and its fused RoPE drops YaRN's attention factor with packed sequences (rope_utils.py:296). The formulas are those of
+`transformers` modeling_rope_utils; YaRN is arXiv 2309.00071.
 
 Shapes: F frequencies, one for each pair of rotated channels of a head.
 """
@@ -32,14 +32,14 @@ def read_rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """
     new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
     found = _read(new or old or {}, raw)
-    # transformers would use the old key, but which of the two a file means is not known.
+    # transformers would use the old key; the file's author may have meant the new one.
     if new and old and _read(old, raw) != found:
         raise ValueError("rope_parameters and rope_scaling contradict each other; keep one of them")
     return found
 
 
 def rotary_share(raw: Mapping[str, Any]) -> float:
-    """Return the share of a head's channels that RoPE rotates, the first ones: `partial_rotary_factor`.
+    """Return `partial_rotary_factor`: the share of a head's channels, counted from the first, that RoPE rotates.
 
     Raises ValueError unless it is above 0 and at most 1.
     """
@@ -68,7 +68,7 @@ def _read(given: Mapping[str, Any], raw: Mapping[str, Any]) -> tuple[float, dict
         raise ValueError(f"RoPE scaling {kind!r} needs {', '.join(missing)}")
     if kind in ("llama3", "yarn"):
         original = int(parameters.get("original_max_position_embeddings") or raw["max_position_embeddings"])
-        # transformers ignores this key outside rope_parameters; a file that has it there expects it to be used.
+        # transformers ignores this key outside rope_parameters, but a file that has it there expects it to be used.
         if raw.get("original_max_position_embeddings", original) not in (original, None):
             raise ValueError("original_max_position_embeddings must be inside rope_parameters (or rope_scaling)")
         parameters["original_max_position_embeddings"] = original
@@ -102,12 +102,12 @@ def inverse_frequencies(dim: int, theta: float, scaling: Mapping[str, Any] | Non
 
 
 def yarn_betas(scaling: Mapping[str, Any]) -> tuple[float, float]:
-    """Return YaRN's beta_fast and beta_slow, or their defaults: the rotations between which it blends two scalings."""
+    """Return YaRN's beta_fast and beta_slow (or the defaults): the rotations between which it blends two scalings."""
     return scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
 
 
 def _yarn_kept(dim: int, theta: float, scaling: Mapping[str, Any]) -> torch.Tensor:
-    """Return for each frequency 1 where YaRN keeps it, 0 where YaRN interpolates it, a ramp between. fp32 [F]."""
+    """Return the weight of each unscaled frequency, fp32 [F]: 1 = kept, 0 = interpolated, with a ramp between."""
     import torch
 
     original = scaling["original_max_position_embeddings"]
@@ -124,12 +124,12 @@ def _yarn_kept(dim: int, theta: float, scaling: Mapping[str, Any]) -> torch.Tens
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's factor on attention for a context longer by `factor`: 0.1 · mscale · ln(factor) + 1."""
+    """Return YaRN's attention factor for a context `factor` times longer: 0.1 · mscale · ln(factor) + 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def attention_factor(scaling: Mapping[str, Any] | None) -> float:
-    """Return the number by which YaRN multiplies rotated queries and keys; 1 for every other kind."""
+    """Return YaRN's multiplier of rotated queries and keys; 1 for every other kind."""
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
     if scaling.get("attention_factor") is not None:

@@ -14,25 +14,24 @@ from megarl.models.architecture.mapping import Rule, Source, qkv
 class Family:
     """A model family: its Hugging Face architecture, the reader of its config, and its mapping table.
 
-    `read(raw)` returns the ModelInfo fields that the family itself sets. `defaults`: the values of keys that
-    `config.json` omits, where `transformers`' config class of the family has another default than `info_from_config`.
+    `read(raw)` returns the ModelInfo fields that are specific to the family. `defaults`: values of keys that
+    `config.json` may omit, where `transformers`' config class has another default than `info_from_config`.
 
-    Only two kinds of tensors in the files may stay unread. `redundant`: name templates of tensors that old files
-    contain although they are recomputed. `left_out`: name prefixes of parts that are not trained; an export does not
-    contain them either.
+    Only two kinds of tensors may stay unread. `redundant`: name templates of tensors that old files contain although
+    they are recomputed. `left_out`: name prefixes of parts that are neither trained nor exported.
 
-    `engine_keys`: keys of `config.json` without which vLLM fails or computes another model, with the one value that is
-    right. Published files have them, `transformers` does not write them.
+    `engine_keys`: keys of `config.json` without which vLLM fails or computes another model, with their only correct
+    values. Published files have them; `transformers` does not write them.
 
-    For models that see: `language(raw)` returns the config of the language model in the form of a text model's,
-    `vision(info)` the rules of the tower, which come before `rules`, and `aliases` the prefixes under which files have
-    names of the table: (theirs, the table's).
+    For vision-language models: `language(raw)` returns the language model's config in the form of a text model's,
+    `vision(info)` the tower's rules, which come before `rules`, and `aliases` pairs of name prefixes: the files', and
+    the table's.
 
-    `fused`: tensors of the files that hold the matrices of all experts of a layer, [experts, in, out]: name template,
-    and the templates of the matrices, side by side along `out` (see models/hf/fused.py). `fused_rows`: the same for
-    [experts, out, in]. Files may have these instead of matrices; an export has matrices.
+    `fused`: tensors that hold the matrices of all experts of a layer, [experts, in, out]: name template, and the
+    templates of the matrices, concatenated along `out` (see models/hf/fused.py). `fused_rows`: the same for
+    [experts, out, in]; files may have these instead of matrices, an export has matrices.
 
-    `sees`: for text models, the architecture of files that also hold parts that see. Its `text_config` is the model.
+    `sees`: for text models, the architecture of files that also hold a vision tower; their `text_config` is the model.
     """
 
     name: str
@@ -148,7 +147,7 @@ def expert_rules(
 ) -> tuple[Rule, ...]:
     """Return the rules of a layer's router and experts.
 
-    Their Hugging Face names are `router`.weight, `experts`.{number}.`gate`.weight and so on.
+    Hugging Face names: `router`.weight, `experts`.{number}.`gate`.weight and so on.
     """
     hf, mg = f"{HF}.{experts}.{{expert}}", f"{MEGATRON}.mlp.experts.local_experts.{{expert}}"
     return (
@@ -188,13 +187,13 @@ MOE = EMBEDDING + NORMS + ATTENTION + DENSE_MLP + EXPERTS + HEAD
 
 
 def refuse_single_expert(raw: Mapping[str, Any]) -> None:
-    """Raise ValueError for a mixture that weighs one expert by 1: Megatron-Core does not normalise a single one."""
+    """Raise ValueError for one expert per token with weight 1: Megatron-Core does not normalise a single one."""
     if int(raw["num_experts_per_tok"]) < 2:
         raise ValueError("num_experts_per_tok=1 is not supported: Megatron-Core does not normalise a single expert")
 
 
 def no_attention_bias(raw: Mapping[str, Any]) -> None:
-    """Raise ValueError for `attention_bias: true`, which in these families also means a bias on o_proj."""
+    """Raise ValueError for `attention_bias: true`, which in these families includes a bias on o_proj."""
     if raw.get("attention_bias"):
         raise ValueError("attention_bias=true (a bias on o_proj) is not supported")
 
@@ -202,7 +201,7 @@ def no_attention_bias(raw: Mapping[str, Any]) -> None:
 def sliding_window(raw: Mapping[str, Any]) -> int | None:
     """Return the width of the sliding attention window in tokens, None for full attention.
 
-    Raises ValueError where `layer_types` gives some layers another kind of attention.
+    Raises ValueError if `layer_types` gives some layers another kind of attention.
     """
     window = raw.get("sliding_window")
     kind = "full_attention" if window is None else "sliding_attention"

@@ -1,8 +1,7 @@
 """DeepSeek-V3 (also R1, V3.1, Moonlight): multi-head latent attention, shared experts, sigmoid router with a bias.
 
-The files store rotated channels in interleaved pairs, and Megatron's MLA reads them in this order (rope_utils.py,
-`multi_latent_attention`), so no row is moved. The layers that predict later tokens (MTP) are neither trained nor
-exported.
+The files store rotated channels in interleaved pairs. Megatron's MLA reads this order (rope_utils.py,
+`multi_latent_attention`), so no row is moved. Multi-token prediction (MTP) layers are neither trained nor exported.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sigmoid_router(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ModelInfo fields of routed experts that a sigmoid and a bias choose, and of shared experts."""
+    """Return the ModelInfo fields of a sigmoid router with a bias, and of shared experts."""
     experts, dense = raw.get("n_routed_experts"), int(raw.get("first_k_dense_replace") or 0)
     return {
         "num_experts": int(raw["num_local_experts"] if experts is None else experts),
@@ -155,9 +154,9 @@ def sigmoid_router(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _groups(raw: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return (groups, groups per token), or None where every token may use every group.
+    """Return (groups, groups per token), or None if every token may use every group.
 
-    Raises ValueError where Megatron-Core would rank the groups by another number of experts than the model does.
+    Raises ValueError if Megatron-Core would rank groups by another number of experts than the model.
     """
     groups, kept = int(raw.get("n_group") or 1), int(raw.get("topk_group") or 1)
     if kept >= groups:
@@ -173,7 +172,7 @@ def _groups(raw: Mapping[str, Any]) -> tuple[int, int] | None:
 def refuse_router(raw: Mapping[str, Any], **more: object) -> None:
     """Raise ValueError for settings that Megatron-Core's router cannot express.
 
-    `more`: the one supported value of further keys.
+    `more`: further keys, each with its only supported value.
     """
     supported = {
         "scoring_func": "sigmoid",
@@ -203,7 +202,7 @@ def _refuse(raw: Mapping[str, Any]) -> None:
 
 
 def left_out(info: ModelInfo) -> tuple[str, ...]:
-    """Return the name prefixes of the layers that predict later tokens."""
+    """Return the name prefixes of the multi-token prediction layers."""
     return tuple(f"model.layers.{info.num_layers + i}." for i in range(info.predict_layers))
 
 

@@ -1,7 +1,7 @@
-"""GLM-4.5, 4.6 and 4.7 (Air too): grouped-query attention with partial RoPE, DeepSeek-V3's router and shared experts.
+"""GLM-4.5, 4.6, 4.7 and Air: grouped-query attention with partial RoPE, DeepSeek-V3's router and shared experts.
 
-`attention_bias` is a bias on q, k and v alone here. The layer that predicts later tokens (MTP) is neither trained nor
-exported. GLM-4.7-Flash (`glm4_moe_lite`) has DeepSeek-V3's layers with plain RoPE.
+Here `attention_bias` means q, k and v only. The multi-token prediction (MTP) layer is neither trained nor exported.
+GLM-4.7-Flash (`glm4_moe_lite`) has DeepSeek-V3's layers with plain RoPE.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FAMILY = Family(
 
 def _read_lite(raw: Mapping[str, Any]) -> dict[str, Any]:
     fields = deepseek_v3.FAMILY.read(raw)
-    # transformers 5 writes a kind for each layer and not `first_k_dense_replace`, which published files have.
+    # transformers 5 writes the kind of each layer; published files have `first_k_dense_replace` instead.
     kinds = raw.get("mlp_layer_types")
     if kinds is None:
         return fields

@@ -1,5 +1,6 @@
-"""Mistral 7B: Llama's layers; the first release has sliding-window attention. And Mixtral, which has the same attention
-and a mixture of experts in every layer, under names of its own.
+"""Mistral 7B (Llama's layers; sliding-window attention in the first release) and Mixtral.
+
+Mixtral has the same attention and a mixture of experts in every layer, under other names.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _read_mixtral(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# The published names. transformers 5 reads and writes them, though its modules are `mlp.gate` and `mlp.experts`.
+# The published names. transformers 5 reads and writes them, although its modules are `mlp.gate` and `mlp.experts`.
 _EXPERTS = expert_rules(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
 )

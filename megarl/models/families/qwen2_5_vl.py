@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: Qwen2.5 with a vision tower whose attention is mostly in windows."""
+"""Qwen2.5-VL: Qwen2.5 with a vision tower that mostly uses windowed attention."""
 
 from __future__ import annotations
 
@@ -52,6 +52,6 @@ FAMILY = Family(
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     language=language_config,
     vision=lambda info: tower_rules("visual.", _SHAPES, info),
-    # The names of the published files are the table's; these are those of transformers 5 in memory.
+    # Published files have the table's names; these are transformers 5's names in memory.
     aliases=(("model.visual.", "visual."), ("model.language_model.", "model.")),
 )

@@ -1,4 +1,4 @@
-"""Qwen3, dense: RMSNorm on each query and key head; head_dim is independent of the hidden size."""
+"""Dense Qwen3: RMSNorm on each query and key head; head_dim is independent of the hidden size."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Qwen3.5 and Qwen3.6, their mixtures of experts, and Qwen3-Next: of four layers three are Gated DeltaNet.
+"""Qwen3.5 and Qwen3.6 (dense and mixtures of experts) and Qwen3-Next: three of four layers are Gated DeltaNet.
 
-The fourth has attention with a gate for each query head. Norms scale by 1 + weight, except for that inside a DeltaNet
-layer. Qwen3.5 is published with a vision tower and layers that predict later tokens (MTP): of its files only the
-language model is read and trained, and an export is the text model (`Qwen3_5ForCausalLM`) alone.
+The fourth has attention with a gate per query head. Norms scale by 1 + weight, except the one inside a DeltaNet layer.
+Published Qwen3.5 files also hold a vision tower and multi-token prediction (MTP) layers. Only the language model is
+read, trained and exported (as `Qwen3_5ForCausalLM`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EXPERT = "model.layers.{layer}.mlp.experts."
 
 
 def _sections(info: ModelInfo) -> dict[str, int]:
-    """Return the rows of each part of a DeltaNet layer's projection; beta and alpha have one for each value head."""
+    """Return the rows of each part of a DeltaNet layer's projection; beta and alpha have one per value head."""
     assert info.delta is not None
     keys, values, heads = info.delta.keys, info.delta.values, info.delta.value_heads
     return {".query": keys, ".key": keys, ".value": values, ".z": values, ".beta": heads, ".alpha": heads}
@@ -45,7 +45,7 @@ def _mixed(info: ModelInfo) -> dict[str, int]:
 
 
 def _by_key_head(info: ModelInfo) -> list[Piece]:
-    """Return the projection's pieces of files that have a key head's queries, key, values and z together."""
+    """Return the projection's pieces for files that store queries, key, values and z together per key head."""
     delta = info.delta
     assert delta is not None
     repeat = delta.value_heads // delta.key_heads
@@ -82,7 +82,7 @@ def _delta_rules(projection: Rule) -> tuple[Rule, ...]:
 
 
 def _gated(rule: Rule) -> Rule:
-    """Return a rule of ATTENTION for the layers that have it here, whose q_proj makes queries and gates."""
+    """Return a rule of ATTENTION limited to attention layers; their q_proj yields queries and gates."""
     rule = replace(rule, where="attention_layer")
     if not rule.megatron.endswith("linear_qkv.weight"):
         return rule

@@ -1,6 +1,6 @@
 """Qwen3-VL: Qwen3 with a vision tower, several of whose layers feed the first language layers (deepstack).
 
-Its mixture of experts is Qwen3-MoE's, with the experts of a layer in one tensor.
+The mixture of experts is Qwen3-MoE's, with all experts of a layer in one tensor.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the families that see have in common: where their configs keep the language model, and the tower's rules.
+"""Shared by the vision-language families: reading the language model's config, and the tower's rules.
 
-The tower is Hugging Face's module, so Megatron's names of its parameters are Hugging Face's names in it.
+The tower is Hugging Face's module, so its parameters keep their Hugging Face names in Megatron.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ PROJECTOR = (f"{TOWER}merger.", f"{TOWER}deepstack_merger_list.")  # map the tow
 def language_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the language model's config in the form of a text model's; `vision_config` stays.
 
-    transformers 5 writes it under `text_config`, the published Qwen2.5-VL next to `vision_config`. Raises ValueError
-    if the two places disagree on tied embeddings.
+    transformers 5 writes it under `text_config`; the published Qwen2.5-VL has it at the top level. Raises ValueError if
+    the two disagree on tied embeddings.
     """
     text = raw.get("text_config") or {}
     tied = {bool(part["tie_word_embeddings"]) for part in (raw, text) if part.get("tie_word_embeddings") is not None}
@@ -32,7 +32,7 @@ def language_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         if merged.get(key):
             kinds = {merged[key].get(name) for name in ("type", "rope_type")} - {None, "default", "mrope"}
             if kinds:
-                raise ValueError(f"RoPE scaling {kinds.pop()!r} is not supported in models that see")
+                raise ValueError(f"RoPE scaling {kinds.pop()!r} is not supported in vision-language models")
             merged[key] = {**merged[key], "type": None, "rope_type": "default"}
     return merged
 
@@ -45,9 +45,9 @@ def read_tower(
     *,
     interleaved: bool = False,
 ) -> VisionTower:
-    """Read `vision_config`. `defaults`: of keys that it omits; the others are fields of VisionTower.
+    """Read `vision_config`. `defaults`: values of keys that it omits; the others are fields of VisionTower.
 
-    Raises ValueError if the tower's features have another size than the language model's hidden states.
+    Raises ValueError if the tower's features and the language model's hidden states differ in size.
     """
     vision = {"in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2, **defaults, **raw["vision_config"]}
     out = int(vision["out_hidden_size"])
@@ -73,10 +73,10 @@ def read_tower(
 
 
 def tower_rules(hf: str, shapes: Mapping[str, str], info: ModelInfo) -> tuple[Rule, ...]:
-    """Return the rules of a tower, every parameter of which is whole on each tensor rank of the first stage.
+    """Return the rules of a tower. Each tensor rank of the first stage holds all parameters whole.
 
-    `shapes`: by the parameter's name in the tower, its shape as in `Source`; `{layer}` in a name stands for each layer
-    and `{deep}` for each feature of deepstack. `hf`: the prefix of the tower's names in the files.
+    `shapes`: the shape of each parameter as in `Source`, by its name in the tower; `{layer}` stands for each layer and
+    `{deep}` for each feature of deepstack. `hf`: the prefix of the tower's names in the files.
     """
     tower = info.vision
     if tower is None:
@@ -91,7 +91,7 @@ def tower_rules(hf: str, shapes: Mapping[str, str], info: ModelInfo) -> tuple[Ru
 
 
 def under(prefix: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """Return the rules of a text model for files that have its `model.` under `prefix`."""
+    """Return the rules of a text model for files with `prefix` in place of `model.`."""
 
     def moved(name: str) -> str:
         return prefix + name.removeprefix("model.") if name.startswith("model.") else name

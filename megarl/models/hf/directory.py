@@ -1,6 +1,6 @@
-"""Rows of Hugging Face tensors as views of memory-mapped files: nothing is copied, or read before it is used.
+"""Rows of Hugging Face tensors as views of memory-mapped files: nothing is copied, nor read before it is used.
 
-The files must hold exactly the tensors that the family's table names, with its shapes; the error lists the differences.
+The files must hold exactly the tensors of the family's table, with its shapes; the error lists all differences.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megarl.models.hf.safetensors import DTYPES, TensorRecord, read_records
 from megarl.models.megatron.shards import EMBEDDING, table
 
 READAHEAD_BYTES = 2**21
-LISTED = 20  # names that an error message lists at most
+LISTED = 20  # most names listed in an error message
 
 
 class MappedFile:
-    """A memory-mapped file, whose bytes become tensors that share its pages. Never write to them."""
+    """A memory-mapped file. Its tensors share the file's pages: never write to them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,11 +41,11 @@ class MappedFile:
         return len(self._map)
 
     def bytes(self, start: int, stop: int) -> bytes:
-        """Return a copy of bytes [start, stop), fewer where the file ends before."""
+        """Return a copy of bytes [start, stop), or fewer if the file ends earlier."""
         return self._map[start:stop]
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
-        """Return the contiguous tensor that begins at byte `offset`. Raises ValueError if it ends beyond the file."""
+        """Return the contiguous tensor at byte `offset`. Raises ValueError if it extends beyond the file."""
         count = torch.Size(shape).numel()
         if count == 0:
             return torch.empty(shape, dtype=dtype)
@@ -58,7 +58,7 @@ class MappedFile:
     def will_need(self, start: int, stop: int) -> None:
         """Ask the kernel to read bytes [start, stop) ahead.
 
-        The requests are small, because of each one Linux reads no more than the device's readahead.
+        The requests are small: Linux reads no more of each than the device's readahead.
         """
         stop = min(stop, len(self))
         for position in range(start - start % mmap.PAGESIZE, stop, READAHEAD_BYTES):
@@ -66,37 +66,34 @@ class MappedFile:
 
 
 class HFTensors(Protocol):
-    """A model's Hugging Face tensors, read from files of either format."""
+    """A model's Hugging Face tensors, read from a Hugging Face directory or a Megatron checkpoint."""
 
     path: Path
     info: ModelInfo
     entries: dict[str, Entry]
 
     def names(self) -> list[str]:
-        """Return the Hugging Face names in the order of the family's table."""
+        """Return the Hugging Face names, in table order."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the tensor's Hugging Face shape. Raises KeyError for an unknown name."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which the files have the tensor."""
+        """Return the tensor's dtype in the files."""
 
     def rows(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return rows [start, stop) of a tensor along axis 0, in the files' dtype. Do not write to them.
-
-        `columns`: the part of them along axis 1.
-        """
+        """Return rows [start, stop) along axis 0, and only `columns` of axis 1, in the files' dtype. Read-only."""
         ...
 
 
 class HFDirectory:
-    """A Hugging Face directory with safetensors. Quantised matrices (`quantization`) are read as plain ones.
+    """A Hugging Face directory with safetensors. Quantised matrices (`quantization`) are dequantised on reading.
 
-    `info`: of the model that the files must hold; None: that of config.json. `left_out`: the directory's tensors that
-    belong to untrained parts. They are not part of the model, but are reported to users.
+    `info`: the model that the files must hold; None: that of config.json. `left_out`: tensors of untrained parts, which
+    are reported to users but are not part of the model.
 
-    Raises ValueError naming file and tensor for everything that does not match: a truncated file; a missing, unexpected
-    or misshapen tensor; an index that contradicts the files.
+    Raises ValueError naming file and tensor for every mismatch: a truncated file; a missing, unexpected or misshapen
+    tensor; an index that contradicts the files.
     """
 
     def __init__(self, path: Path | str, info: ModelInfo | None = None) -> None:
@@ -115,15 +112,15 @@ class HFDirectory:
             self._check_redundant_head()
 
     def names(self) -> list[str]:
-        """Return the tensors' names in the order of the family's table, without the redundant tensors of old files."""
+        """Return the tensors' names in table order, without the redundant tensors of old files."""
         return [name for entry in self.entries.values() for name in entry.names]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape that the file has; it equals that of the family's table."""
+        """Return the shape in the file, which equals the table's."""
         return self.records[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which the file has the tensor."""
+        """Return the tensor's dtype in the file."""
         return DTYPES[self.records[name].dtype]
 
     def file(self, name: str) -> Path:
@@ -135,9 +132,9 @@ class HFDirectory:
         return self._files
 
     def rows(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return rows [start, stop) along axis 0, a view of the file. Raises ValueError if the file is truncated.
+        """Return rows [start, stop) along axis 0, and only `columns` of axis 1, as a view of the file.
 
-        `columns`: the part of them along axis 1. Rows of a fused tensor's or a quantised matrix are copied.
+        Rows of fused and quantised matrices are copies. Raises ValueError if the file is truncated.
         """
         if name in self._matrices:
             return self._matrix(name)[start:stop, slice(*columns or (None, None))].contiguous()
@@ -147,7 +144,7 @@ class HFDirectory:
         return rows if columns is None else rows[:, slice(*columns)]
 
     def will_need(self, name: str, start: int, stop: int) -> None:
-        """Ask the kernel to read these rows ahead; does nothing for the matrix of an expert in a fused tensor."""
+        """Ask the kernel to read these rows ahead; no effect on matrices of a fused tensor."""
         if name in self._matrices:
             return
         record = self._quantized[name].values if name in self._quantized else self.records[name]
@@ -187,7 +184,7 @@ class HFDirectory:
 
 
 def _by_table_names(records: dict[str, TensorRecord], info: ModelInfo) -> dict[str, TensorRecord]:
-    """Return the files' tensors by the names of the family's table. Raises ValueError for one in two places."""
+    """Return the files' tensors by table name. Raises ValueError for a tensor that is there twice."""
     renamed: dict[str, TensorRecord] = {}
     for name, record in records.items():
         pairs = FAMILIES[info.family].aliases
@@ -231,12 +228,12 @@ def check_tensors(
 
 
 def is_left_out(name: str, info: ModelInfo) -> bool:
-    """Whether a Hugging Face tensor belongs to a part that is neither trained nor exported (`Family.left_out`)."""
+    """Return whether a Hugging Face tensor belongs to a part that is neither trained nor exported."""
     return name.startswith(FAMILIES[info.family].left_out(info))
 
 
 def left_out_note(names: Sequence[str], info: ModelInfo) -> str:
-    """Return one line for the user about the left-out tensors `names`, or "" if there are none."""
+    """Return one line that reports the left-out tensors `names`, or "" if there are none."""
     if not names:
         return ""
     parts = [prefix for prefix in FAMILIES[info.family].left_out(info) if any(n.startswith(prefix) for n in names)]
@@ -257,7 +254,7 @@ def _redundant_names(info: ModelInfo) -> set[str]:
 
 
 def listed(title: str, names: list[str]) -> list[str]:
-    """Return lines of an error message: the number of `names` with `title`, then the first names; [] without names."""
+    """Return lines of an error message: the number of `names` with `title`, and the first names; [] without names."""
     if not names:
         return []
     more = [f"    … and {len(names) - LISTED} more"] if len(names) > LISTED else []
@@ -265,8 +262,5 @@ def listed(title: str, names: list[str]) -> list[str]:
 
 
 def fingerprint(files: list[Path]) -> list[tuple[str, int, int]]:
-    """Return name, size in bytes and modification time in ns of each file.
-
-    A resumed conversion compares them to detect that its source has changed.
-    """
+    """Return name, size in bytes and modification time in ns of each file, to detect a changed source on resume."""
     return [(file.name, status.st_size, status.st_mtime_ns) for file in files if (status := os.stat(file))]

@@ -1,8 +1,8 @@
 """Exports Megatron shards as Hugging Face tensors, one at a time, each on the rank that owns it.
 
-The manifest is the same on every rank and in layer order. `stream` follows it; `gathers` brings any rows to their
-owner. Each rank takes part only in the gathers of its own shards. Besides the shards, `stream` holds at most one
-Hugging Face tensor in memory, and the peers' blocks of it that are not whole rows.
+The manifest is equal on every rank, in layer order. `stream` follows it; `gathers` brings any rows to their owner. Each
+rank takes part only in the gathers of its shards. In addition to the shards, `stream` holds at most one Hugging Face
+tensor in memory, and the peers' blocks of it that are not whole rows.
 
 Tensors may have any shape.
 """
@@ -34,7 +34,7 @@ from megarl.models.hf.safetensors import SafetensorsWriter, TensorHeader, write_
 from megarl.models.megatron.shards import Shard, local_shards, table
 
 logger = logging.getLogger(__name__)
-SHARED = -1  # the owner of a fused tensor, which every owner of its experts writes
+SHARED = -1  # the owner of a fused tensor: all owners of its experts write it
 _NAMES: Codec[list[str]] = codec_of(list[str])
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
@@ -47,10 +47,7 @@ class ExportedTensor(TensorHeader):
 
 
 class HFExporter:
-    """Streams the model in `chunks` (wrapped or bare) in dtype `dtype`, or fp32 where a rule says so.
-
-    Build it on every rank.
-    """
+    """Streams the model in `chunks` (wrapped or bare) in `dtype`, or fp32 if a rule says so. Build it on all ranks."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], info: ModelInfo, dtype: torch.dtype) -> None:
         self.info = info
@@ -65,7 +62,7 @@ class HFExporter:
         self._connected = False
 
     def manifest(self) -> list[ExportedTensor]:
-        """Return all tensors of the model in layer order, equal on all ranks. The first call is a world collective.
+        """Return all tensors of the model in layer order, equal on all ranks. The first call is collective.
 
         Raises RuntimeError if a Megatron parameter has no owner, or two.
         """
@@ -79,18 +76,18 @@ class HFExporter:
         return self._manifest
 
     def gathers(self, requests: Sequence[GatherRequest], device: torch.device) -> list[Gather | None]:
-        """Return this rank's part in bringing each request's rows to their owner; None where it has none.
+        """Return this rank's part in each request's gather; None where it has none.
 
-        Rows are of tensors by their number in the manifest. `device`: that of the targets. The owner of a request must
-        own all its tensors. All ranks that have a part must run the gathers in the order of the list.
+        Requests name tensors by their number in the manifest. `device`: the targets'. A request's owner must own all
+        its tensors. All ranks with a part must run the gathers in the order of the list.
         """
         return build_gathers(self._parts(), requests, device, self._waiter)
 
     def connect(self, timeout_s: float) -> None:
-        """Connect this rank with those that it exchanges messages with in gathers. All ranks must call it.
+        """Connect this rank to its peers in gathers. All ranks must call it.
 
-        Only the first call does anything, and only if the groups are not gloo's. Raises PeerTimeout if one of the ranks
-        does not come within `timeout_s` seconds.
+        Later calls do nothing, and gloo needs none. Raises PeerTimeout if a peer does not join within `timeout_s`
+        seconds.
         """
         if self._connected:
             return
@@ -103,9 +100,9 @@ class HFExporter:
     def stream(self) -> Iterator[tuple[ExportedTensor, torch.Tensor | None]]:
         """Yield (manifest entry, the full tensor on its owner or None elsewhere) for this rank's shards.
 
-        The ranks of one tensor-parallel group must advance together: each step is a gather among them, bounded by the
-        timeout of their group. The tensors may share memory with the parameters: read them before the next step, and do
-        not write to them. Only ranks of data-parallel rank 0 take part; others yield nothing.
+        The ranks of a tensor-parallel group must advance together: each step is a gather, bounded by the group's
+        timeout. Tensors may share memory with the parameters: read them before the next step, and never write to them.
+        Only ranks with data-parallel rank 0 yield anything.
         """
         manifest = self.manifest()
         for number, part in self._parts().items():
@@ -125,7 +122,7 @@ class HFExporter:
             yield item, full
 
     def _parts(self) -> dict[int, TensorPart]:
-        """Return what this rank holds of each Hugging Face tensor, by number in the manifest, if it takes part."""
+        """Return this rank's part of each Hugging Face tensor by number in the manifest; {} if it does not send."""
         if self._held is None:
             self._held = {}
             number = 0
@@ -184,10 +181,10 @@ def save_hf(
 ) -> None:
     """Write a Hugging Face directory: safetensors, index, and all files of the source except its weights.
 
-    Collective over the world; `out_dir` must be on a file system that all ranks see. Each owner writes its own files,
-    with one tensor in memory at a time; the directory appears by a rename when all are complete. Raises ValueError if
-    it exists and `overwrite` is false. `group`: a process group of all ranks for the barriers, with a timeout long
-    enough for a slow disk; None = the default group.
+    Collective over all ranks; `out_dir` must be on a shared file system. Each owner writes its files with one tensor in
+    memory at a time; a rename publishes the complete directory. `group`: all ranks, for the barriers, with a timeout
+    long enough for a slow disk; None = the default group. Raises ValueError if `out_dir` exists and `overwrite` is
+    false.
     """
     out, rank = Path(out_dir), torch.distributed.get_rank()
     if out.exists() and not overwrite:
@@ -220,7 +217,7 @@ def save_hf(
 
 
 def _as_published(manifest: Sequence[ExportedTensor], fused: Mapping[str, FusedTensor]) -> list[ExportedTensor]:
-    """Return the tensors of the files: fused ones, whose experts are those of several owners, in place of matrices."""
+    """Return the tensors of the files: fused ones, whose experts have several owners, in place of matrices."""
     by_name = {tensor.name: tensor for tensor in manifest}
     return [
         ExportedTensor(name, fused[name].shape, by_name[fused[name].parts[0][0]].dtype, SHARED)
@@ -233,11 +230,11 @@ def _as_published(manifest: Sequence[ExportedTensor], fused: Mapping[str, FusedT
 def plan_files(manifest: Sequence[ExportedTensor], shard_bytes: int) -> list[tuple[str, list[ExportedTensor]]]:
     """Return (file name, tensors) pairs: each owner's tensors, in order, in files of at most `shard_bytes`.
 
-    A larger tensor has a file of its own.
+    A larger tensor gets a file to itself.
     """
     groups: list[list[ExportedTensor]] = []
     open_group: dict[int, list[ExportedTensor]] = {}
-    size: dict[int, int] = {}  # bytes of each owner's open group; summed as it grows: there are up to 20,000 tensors
+    size: dict[int, int] = {}  # bytes of each owner's open group; a running sum, because there are up to 20,000 tensors
     for tensor in manifest:
         owner = tensor.owner
         if owner not in open_group or size[owner] + tensor.nbytes > shard_bytes:
@@ -281,8 +278,8 @@ def _write_own_files(
 def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
     """Copy config, tokenizer, generation config and so on; `config.json` gets the dtype of the new weights.
 
-    Files of sub-directories are copied too, such as further chat templates. Raises ValueError for a file that is a link
-    out of `source`.
+    Sub-directories (such as more chat templates) are copied too. Raises ValueError for a link to a file outside
+    `source`.
     """
     for file in sorted(source.rglob("*")):
         name = file.relative_to(source)
@@ -297,7 +294,7 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
 
 
 def exported_config(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the `config.json` of exported weights: with their dtype, not quantised, without what is left out."""
+    """Return the `config.json` of exported weights: with their dtype, not quantised, without left-out parts."""
     family = family_of(config)
     if family is not None and family.sees in config["architectures"]:
         text, tied = config["text_config"], bool(family.language(config)["tie_word_embeddings"])

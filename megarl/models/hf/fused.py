@@ -1,7 +1,7 @@
-"""Files that keep the experts of a layer in one tensor, [experts, in, out], seen as matrices [out, in] of experts.
+"""Files that store all experts of a layer in one tensor, [experts, in, out], seen as a matrix [out, in] per expert.
 
-The family's table has the matrices, as Megatron-Core does. `out` joins several of them, such as gate and up projection.
-Other files have [experts, out, in]; they are read, and never written.
+The family's table has matrices, as Megatron-Core does. `out` may join several of them, such as gate and up projection.
+Tensors of shape [experts, out, in] are read but never written.
 
 Shapes: E experts, I and O inputs and outputs of a fused tensor's experts.
 """
@@ -24,10 +24,7 @@ from megarl.models.hf.safetensors import TensorHeader, TensorRecord, encode_head
 
 @dataclass(frozen=True)
 class FusedTensor:
-    """A tensor of the files, [E, I, O]. `parts`: for each expert, the names of the matrices that make up O.
-
-    `by_rows`: it is [E, O, I].
-    """
+    """A tensor of the files, [E, I, O], or [E, O, I] if `by_rows`. `parts`: per expert, the matrices that make up O."""
 
     name: str
     shape: tuple[int, int, int]
@@ -35,16 +32,16 @@ class FusedTensor:
     by_rows: bool = False
 
     def matrices(self) -> Iterator[tuple[str, int, int, int]]:
-        """Yield the name of each matrix, its expert, and the part [start, stop) of O that it has."""
+        """Yield each matrix's name, expert, and range [start, stop) of O."""
         width = self.shape[1 if self.by_rows else 2] // len(self.parts[0])
         for expert, names in enumerate(self.parts):
             yield from ((name, expert, i * width, (i + 1) * width) for i, name in enumerate(names))
 
 
 def fused_tensors(info: ModelInfo, entries: Mapping[str, Entry], *, reads: bool = False) -> dict[str, FusedTensor]:
-    """Return the fused tensors of a model's files by name; {} for families without such.
+    """Return the fused tensors of a model's files by name; {} for families without.
 
-    `reads`: also those that files may have and an export does not.
+    `reads`: include those that are read but not exported.
     """
     shapes = {name: shape for entry in entries.values() for name, shape in zip(entry.names, entry.shapes, strict=True)}
     found = {}
@@ -65,7 +62,7 @@ def fused_tensors(info: ModelInfo, entries: Mapping[str, Entry], *, reads: bool 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Where a matrix lies in the files: part [start, stop) of O of expert `expert` of the fused tensor of `record`."""
+    """A matrix's place in the files: range [start, stop) of O of one expert of the fused tensor `record`."""
 
     record: TensorRecord
     expert: int
@@ -77,9 +74,9 @@ class Matrix:
 def split_records(
     records: dict[str, TensorRecord], fused: Mapping[str, FusedTensor]
 ) -> tuple[dict[str, TensorRecord], dict[str, Matrix]]:
-    """Return the files' tensors with matrices in the place of fused tensors, and where these are.
+    """Return the files' tensors with matrices in place of fused tensors, and the matrices' places.
 
-    Raises ValueError for a fused tensor of another shape than the table implies.
+    Raises ValueError if a fused tensor's shape differs from the table's.
     """
     split: dict[str, TensorRecord] = {}
     matrices: dict[str, Matrix] = {}
@@ -100,7 +97,7 @@ def split_records(
 
 
 def joined(names: Sequence[str], fused: Mapping[str, FusedTensor]) -> list[str]:
-    """Return the names that the files have, in order: a fused tensor's where the first of its matrices stands."""
+    """Return the names in the files, in order: a fused tensor takes the place of its first matrix."""
     owner = {part: name for name, each in fused.items() for parts in each.parts for part in parts}
     return list(dict.fromkeys(owner.get(name, name) for name in names))
 
@@ -130,7 +127,7 @@ class FusedWriter:
         self._open: dict[str, BinaryIO] = {}
 
     def create(self) -> None:
-        """Make every file in its full size, with its header. One rank calls it, before others write."""
+        """Create every file at full size, with its header. One rank calls it before any rank writes."""
         for file, tensors in self._files.items():
             header = encode_header(tensors)
             with (self._directory / file).open("wb") as out:
@@ -138,11 +135,11 @@ class FusedWriter:
                 out.truncate(len(header) + sum(each.nbytes for each in tensors))
 
     def takes(self, name: str) -> bool:
-        """Return whether the tensor is a matrix of a fused one."""
+        """Return whether the tensor is a matrix of a fused tensor."""
         return name in self._matrices
 
     def write(self, name: str, matrix: torch.Tensor) -> None:
-        """Add a matrix [out, in]. An expert is written when it has all of its."""
+        """Add a matrix [out, in]. An expert is written once all its matrices are added."""
         tensor, expert, start, stop = self._matrices[name]
         file, offset, header = self._places[tensor.name]
         slab_IO = self._slabs.setdefault((tensor.name, expert), torch.empty(tensor.shape[1:], dtype=header.dtype))
@@ -166,5 +163,5 @@ class FusedWriter:
 
 
 def fuse(matrices: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Return the rows [E, I, O] of a fused tensor, of the matrices [out, in] of each of these experts."""
+    """Return [E, I, O], fused from the matrices [out, in] of each expert."""
     return torch.stack([torch.cat([each.T for each in parts], 1) for parts in matrices])

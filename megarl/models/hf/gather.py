@@ -1,11 +1,10 @@
 """Brings rows of Hugging Face tensors from the shards of a tensor-parallel group to the rank that owns the tensors.
 
-A `Gather` is one rank's part in this, for a fixed list of rows: the owner receives and copies, the other ranks of the
-group copy and send. A large block of rows travels from the parameter straight into its target. All other blocks of a
-sender, small or strided, travel together in one message. A gather is built once and run as often as the weights are
-exported. None of its methods waits without a bound, and the waits are left to the caller, who knows for how long.
+A `Gather` is one rank's part for a fixed list of rows: the owner receives and copies, the other ranks of the group copy
+and send. A large block of rows goes straight from the parameter into its target. A sender's other blocks, small or
+strided, share one message. A gather is built once and run for every export. The caller bounds all waits.
 
-Shapes: B bytes of a flat uint8 buffer; a shard, a target and the blocks of both are [rows, ...] as the tensor itself.
+Shapes: B bytes of a flat uint8 buffer; a shard, a target and the blocks of both are [rows, ...] like the tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.distributed import ProcessGroup, Work
 from megarl.models.architecture.mapping import Entry
 from megarl.models.megatron.shards import Shard
 
-DIRECT_BYTES = 2**20  # blocks of at least this size have a message of their own and are not copied on the way
+DIRECT_BYTES = 2**20  # blocks of at least this size are sent alone, without a copy
 _ALIGNMENT = 16  # bytes: any dtype can be viewed in place
 _POLL_S = 0.00025
 
@@ -40,7 +39,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class GatherRequest:
-    """Rows to bring together. `targets`, on the owner only: for each a tensor [stop - start, ...] that receives it."""
+    """Rows to gather. `targets`: on the owner, a tensor [stop - start, ...] for each; () elsewhere."""
 
     rows: tuple[Rows, ...]
     targets: tuple[torch.Tensor, ...] = ()
@@ -50,7 +49,7 @@ class GatherRequest:
 class TensorPart:
     """This rank's part of one Hugging Face tensor: source number `source` of a Megatron shard.
 
-    `group` is None where one rank has the whole tensor. `dtype` is that of the export.
+    `group`: None if one rank has the whole tensor. `dtype`: the export's.
     """
 
     shard: Shard
@@ -64,7 +63,7 @@ class TensorPart:
         return self.shard.rank == 0
 
     def whole(self) -> torch.Tensor:
-        """Return the whole tensor of a rank that has all of it: a view where it is one piece of the shard."""
+        """Return the whole tensor on a rank that has all of it: a view if it is one piece of the shard."""
         axis = self.shard.entry.rule.axis or 0
         parameter = self.shard.parameter.data
         blocks = sorted(segments(self.shard.entry, self.source, self.shard.rank, self.shard.size), key=lambda b: b[1])
@@ -79,9 +78,9 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class _Block:
-    """A rectangle that a shard and a target have in common, [count, ...] at `offset` and `start` along `axis`.
+    """A rectangle shared by a shard and a target: [count, ...] at `offset` and `start` along `axis`.
 
-    `rows`: the shard's rows to which a block of whole columns (axis > 0) is limited.
+    `rows`: for a block of columns (axis > 0), the range of the shard's rows.
     """
 
     axis: int
@@ -106,10 +105,9 @@ class _Block:
 
 
 def segments(entry: Entry, source: int, rank: int, size: int) -> list[tuple[int, int, int]]:
-    """Return where the shard of a rank holds Hugging Face tensor `source`: (offset in the shard, start, stop) triples.
+    """Return where a rank's shard holds Hugging Face tensor `source`: (offset in the shard, start, stop) triples.
 
-    All three count along the rule's axis (or axis 0), start and stop in the Hugging Face tensor. Triples that adjoin in
-    both are merged.
+    All count along the rule's axis (or axis 0), start and stop in the Hugging Face tensor. Adjacent triples are merged.
     """
     merged: list[tuple[int, int, int]] = []
     offset = 0
@@ -137,10 +135,10 @@ def _blocks(part: TensorPart, rank: int, rows: Rows) -> Iterator[_Block]:
 
 @dataclass
 class _Route:
-    """The messages between this rank and one other rank of a group, in the order in which both post them.
+    """The messages between this rank and one peer of a group, in the order in which both post them.
 
-    `direct`: tensors with a message of their own. `staged`: for each other block the tensor that it comes from or goes
-    to, its shape and dtype, and its byte offset in the common message of `nbytes` bytes.
+    `direct`: tensors sent alone. `staged`: for each other block its tensor on this rank, its shape and dtype, and its
+    byte offset in the shared message of `nbytes` bytes.
     """
 
     group: ProcessGroup
@@ -210,9 +208,9 @@ def _program(parts: dict[int, TensorPart], request: GatherRequest, direct: bool)
 
 
 class Gather:
-    """One rank's part in bringing some rows together. Run it as: `copy` and `post` (in any order), `done`, `finish`.
+    """One rank's part in gathering some rows. Call `copy` and `post` (a sender copies first), `done`, `finish`.
 
-    `owned`: this rank receives; else it sends. `peers`: the global ranks that it exchanges messages with.
+    `owned`: this rank receives; else it sends. `peers`: global ranks of the other ends.
     """
 
     def __init__(self, build: Callable[[], _Program], owned: bool, waiter: GlooWaiter) -> None:
@@ -227,13 +225,13 @@ class Gather:
 
     @property
     def staging_bytes(self) -> int:
-        """The bytes of this gather's messages of several blocks."""
+        """Bytes of staging memory for messages of several blocks."""
         return self._program.staging_bytes
 
     def bind(self, staging_B: torch.Tensor) -> None:
-        """Use `staging_B`, at least `staging_bytes` long, for the messages of several blocks. Call it before the rest.
+        """Use `staging_B`, at least `staging_bytes` long, for messages of several blocks. Call it first.
 
-        Another gather may use the same memory when this one is done.
+        Another gather may use the same memory once this one is done.
         """
         self._staging_B = staging_B
         self._addresses = [parameter.data_ptr() for parameter in self._program.parameters]
@@ -255,7 +253,7 @@ class Gather:
             self._before, self._after = _Copies([(place, block) for block, place in between]), _Copies([])
 
     def copy(self) -> None:
-        """Copy what this rank holds: the owner into the targets, other ranks into the messages that they send."""
+        """Copy this rank's rows: on the owner into the targets, elsewhere into the messages."""
         moved = [parameter.data_ptr() for parameter in self._program.parameters] != self._addresses
         if moved:
             self._program = self._build()
@@ -263,7 +261,7 @@ class Gather:
         self._before.run()
 
     def post(self) -> None:
-        """Start to receive, or to send. On other ranks than the owner, call `copy` first."""
+        """Start receiving (owner) or sending (other ranks, after `copy`)."""
         for route, tensor, dtype in self._messages:
             sent = tensor
             if self.owned:
@@ -275,12 +273,9 @@ class Gather:
             self._works.append((work, sent))
 
     def done(self, timeout_s: float | None) -> bool:
-        """Wait at most `timeout_s` seconds for the messages, and return whether all of them have been transferred.
+        """Wait at most `timeout_s` seconds for the messages; return whether all have been transferred.
 
-        None waits as long as the group's own timeout lets it.
-
-        Raises:
-            RuntimeError: a connection is lost, or the group's own timeout has expired.
+        None: as long as the group's timeout. Raises RuntimeError if a connection is lost or that timeout expires.
         """
         if timeout_s is not None and not self._waited and self._on_gloo():
             self._waited = [self._waiter.wait(work) for work, _ in self._works]
@@ -297,7 +292,7 @@ class Gather:
                 time.sleep(_POLL_S)
         if not self._waited:
             for work, _ in self._works:
-                work.wait()  # unless `timeout_s` is None it is complete: this orders the stream and raises its error
+                work.wait()  # complete unless `timeout_s` is None: orders the stream and raises errors
         self._works, self._waited = [], []
         return True
 
@@ -305,21 +300,21 @@ class Gather:
         return bool(self._messages) and torch.distributed.get_backend(self._messages[0][0].group) == "gloo"
 
     def unfinished_peers(self) -> tuple[int, ...]:
-        """Return the global ranks whose messages have been posted and not transferred. Any thread may ask."""
+        """Return the global ranks whose posted messages have not been transferred. Thread-safe."""
         ended = [future.done() for future in self._waited] or [work.is_completed() for work, _ in self._works]
         routes = [route for (route, _, _), done in zip(self._messages, ended, strict=False) if not done]
         return tuple({torch.distributed.get_global_rank(route.group, route.peer): None for route in routes})
 
     def finish(self) -> None:
-        """On the owner, copy the blocks of the received messages to their targets. Call it after `done`."""
+        """On the owner, copy received blocks into their targets. Call it after `done`."""
         self._after.run()
 
 
 class _Copies:
-    """Copies between fixed pairs of tensors, with a few calls for all of them."""
+    """Copies between fixed pairs of tensors, in a few calls."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        # CUDA copies a list by few kernels only if all its pairs have equal dtypes and strides.
+        # CUDA batches the copies of a list only if all its pairs have equal dtypes and strides.
         self._lists: dict[tuple[object, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for target, source in pairs:
             key = (target.dtype, source.dtype, target.stride() == source.stride())
@@ -333,10 +328,10 @@ class _Copies:
 
 
 class GlooWaiter:
-    """Waits for gloo's messages in a daemon thread, in the order of the calls. The thread ends when there are none.
+    """Waits for gloo's messages in a daemon thread, in the order of the calls. The thread ends when none are left.
 
-    gloo's sends and receives (torch 2.13) never become complete by polling, and a wait that times out closes all
-    connections of the group. So only a thread that waits as long as the group allows knows when they end.
+    Polling never completes gloo's sends and receives (torch 2.13), and a wait that times out closes all connections of
+    the group. So a thread has to wait as long as the group allows.
     """
 
     def __init__(self) -> None:
@@ -372,13 +367,10 @@ class GlooWaiter:
 def build_gathers(
     parts: dict[int, TensorPart], requests: Sequence[GatherRequest], device: torch.device, waiter: GlooWaiter
 ) -> list[Gather | None]:
-    """Build this rank's part of each request; None where it takes no part. `device`: that of the targets.
+    """Build this rank's part of each request; None where it has none. `device`: the targets'.
 
-    Gathers of this list that follow each other may run at the same time, if this rank sends in them; staging memory is
-    that of the two largest ones.
-
-    Raises:
-        ValueError: shape or dtype of a target differ from its rows'.
+    Two consecutive gathers in which this rank sends may overlap: senders alternate between two staging buffers. Raises
+    ValueError if shape or dtype of a target differ from its rows'.
     """
     gathers: list[Gather | None] = []
     on = next((part.shard.parameter.device for part in parts.values()), device)

@@ -1,9 +1,8 @@
 """Connects the ranks that exchange messages in gathers, before the first gather.
 
-NCCL makes the communicator of two ranks at their first message, in a call that blocks the host until both have come.
-Inside a weight sync such a call would be a wait without a bound. So each pair exchanges one number when the weight-sync
-group is formed. All ranks take their pairs in one order: of the pairs that are not connected, both ranks of the first
-one have connected all earlier ones, so they meet.
+NCCL creates the communicator of two ranks at their first message, in a call that blocks the host until both arrive.
+During a weight sync that would be an unbounded wait, so each pair exchanges one number when the weight-sync group is
+formed. All ranks take their pairs in one global order, which rules out deadlocks.
 
 Tensors may have any shape.
 """
@@ -24,7 +23,7 @@ from megarl.models.hf.gather import TensorPart
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ranks of `group`, by their global numbers: `peer` sends to `owner`. `experts`: it is the experts' group."""
+    """Two global ranks of `group`: `peer` sends to `owner`. `experts`: it is the experts' group."""
 
     owner: int
     peer: int
@@ -33,7 +32,7 @@ class Pair:
 
 
 def pairs_of(parts: Iterable[TensorPart], rank: int) -> list[Pair]:
-    """Return the pairs to which global rank `rank` belongs, in the order of all ranks. Groups of gloo need none."""
+    """Return the pairs of global rank `rank`, in the global order. Gloo groups need none."""
     groups = {id(part.group): (part.shard.entry.expert is not None, part.group) for part in parts}
     pairs = []
     for experts, group in groups.values():
@@ -47,10 +46,8 @@ def pairs_of(parts: Iterable[TensorPart], rank: int) -> list[Pair]:
 def connect_pairs(pairs: Sequence[Pair], rank: int, device: torch.device, timeout_s: float) -> None:
     """Exchange a number between the ranks of each pair. `device`: that of later messages.
 
-    The calls run in a thread, which is left behind if they do not return in time.
-
-    Raises:
-        PeerTimeout: a rank did not come within `timeout_s` seconds; the error names it.
+    The calls run in a thread, which is abandoned if they do not return in time. Raises PeerTimeout naming a rank that
+    did not connect within `timeout_s` seconds.
     """
     if not pairs:
         return
@@ -81,4 +78,4 @@ def _exchange(pair: Pair, rank: int, device: torch.device) -> None:
         work = torch.distributed.isend(token, dst=pair.owner, group=pair.group)
     assert work is not None, "this rank is a member of the group"
     work.wait()
-    token.item()  # on an accelerator `wait` does not wait on the host
+    token.item()  # on an accelerator `wait` does not block the host

@@ -1,7 +1,7 @@
-"""Makes the vision tower's input of an image file: uint8 patches, the same ones for every engine and for the trainer.
+"""Turns an image file into the vision tower's input: uint8 patches, identical for every engine and the trainer.
 
-Both sides use the Pillow backend of transformers, whatever else is installed: torchvision's resizes to other pixels.
-Sizes are checked by a file's header, before anything is decoded.
+Both sides use transformers' Pillow backend, whatever else is installed: torchvision's resizing gives other pixels.
+Sizes are checked in the file's header before anything is decoded.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MOST_BYTES = 32 << 20  # of a file
-MOST_PIXELS = 50_000_000  # as the file has them: 150 MB decoded
-MOST_ASPECT = 200  # of the longer side to the shorter one, beyond which the processor refuses an image
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow has others, which run programs or read other files
+MOST_PIXELS = 50_000_000  # in the file: 150 MB decoded
+MOST_ASPECT = 200  # longer side / shorter side; the processor refuses more
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # some of Pillow's other formats run programs or read other files
 CACHE_BYTES = 256 << 20  # of the patches that a process keeps
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag of cameras, and its values that swap the sides
 
 
 class ImageError(ValueError):
-    """An image that cannot be used; the message says why, and the caller adds where it is from."""
+    """An image that cannot be used; the message says why, and the caller adds its source."""
 
 
 def open_image(content: bytes) -> Image.Image:
-    """Return an image of which only the header is read. Raises ImageError for a file that must not be decoded."""
+    """Read an image's header only. Raises ImageError for a file that must not be decoded."""
     from PIL import Image
 
     if len(content) > MOST_BYTES:
@@ -55,16 +55,16 @@ def open_image(content: bytes) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return how a camera was held. Of other formats than JPEG the whole file would have to be read for it."""
+    """Return a JPEG's EXIF orientation, else 1: other formats would have to be read whole."""
     return int(image.getexif().get(_ORIENTATION, 1)) if image.format == "JPEG" else 1
 
 
 class ImageProcessor:
-    """The image processor of a model, with an upper bound on the pixels. Any thread may use it.
+    """A model's image processor, with an upper bound on the pixels. Thread-safe.
 
     Attributes:
-        merge: the side of the square of patches that become one token.
-        mean, std: what the patches, divided by 255, are normalised by, for each of the three channels.
+        merge: side of the square of patches that become one token.
+        mean, std: per channel, the normalisation of patches divided by 255.
     """
 
     def __init__(self, model_dir: Path | str, max_pixels: int) -> None:
@@ -89,11 +89,11 @@ class ImageProcessor:
         self._lock, self._kept, self._kept_bytes = threading.Lock(), OrderedDict[str, Any](), 0
 
     def hash(self, content: bytes) -> str:
-        """Return what identifies the pixels: the digest of a file's bytes and of the settings."""
+        """Return the identity of the pixels: a digest of the file's bytes and the settings."""
         return hashlib.sha256(self._settings + content).hexdigest()
 
     def size(self, content: bytes) -> tuple[int, int]:
-        """Return the rows and columns of tokens that stand for an image, by its header. Raises ImageError."""
+        """Return the rows and columns of tokens of an image, from its header. Raises ImageError."""
         image = open_image(content)
         width, height = image.size
         return self._tokens(*((width, height) if _orientation(image) in _TURNED else (height, width)))
@@ -125,16 +125,17 @@ class ImageProcessor:
         return patches
 
     def known(self, name: str) -> np.ndarray | None:
-        """Return the patches of the image with a hash, if it is one of the latest that `patches_of` was asked for."""
+        """Return the cached patches of the image with this hash, or None."""
         with self._lock:
             if name in self._kept:
                 self._kept.move_to_end(name)
             return self._kept.get(name)
 
     def patches_of(self, image: ImageRef, content: bytes) -> np.ndarray:
-        """Return the patches of an image, and keep them. Raises ImageError if `content` is not its file.
+        """Return the patches of an image, and cache them.
 
-        So it is if the file has changed since the prompt was encoded, or that process has other settings.
+        Raises ImageError if `content` is not its file: the file has changed since the prompt was encoded, or that
+        process had other settings.
         """
         if (found := self.known(image.hash)) is not None:
             return found

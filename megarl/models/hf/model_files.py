@@ -1,8 +1,8 @@
 """Finds a model's files: `model.path` may be a Hugging Face directory or a Megatron checkpoint.
 
 A Megatron checkpoint is a directory ROOT with `latest_checkpointed_iteration.txt` and step directories, `release/` or
-`iter_0000005/`. Each step directory is complete in itself: Megatron-Core's shards and, under `hf/`, config, tokenizer
-and generation config. A path may name ROOT or a step directory. Nothing here imports torch.
+`iter_0000005/`. Each step directory is complete: Megatron-Core's shards and, under `hf/`, config, tokenizer and
+generation config. A path may name ROOT or a step directory. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megarl.common.values import GIB
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 HF_FILES = "hf"
-FORMAT_FILE = "metadata.json"  # Megatron-Core writes it after all shards
-COMMON_FILE = "common.pt"  # Megatron-Core's state that is not sharded
+FORMAT_FILE = "metadata.json"  # written by Megatron-Core after all shards
+COMMON_FILE = "common.pt"  # Megatron-Core's unsharded state
 SHARD_INDEX = ".metadata"  # the index of torch.distributed.checkpoint
 HF_SHARD_BYTES = 5 * GIB  # largest weight file of an exported Hugging Face directory
 
@@ -31,8 +31,8 @@ def step_name(iteration: int | None) -> str:
 def megatron_step(path: Path | str) -> Path | None:
     """Return the step directory that `path` is or that its tracker file names; None if it is no Megatron checkpoint.
 
-    Raises ValueError for an incomplete checkpoint: its tracker file is unreadable or names a directory that does not
-    exist, or the step directory lacks Megatron-Core's own files; and for a step directory that is a link out of ROOT.
+    Raises ValueError for an incomplete checkpoint (an unreadable tracker file, one that names a missing directory, or
+    missing Megatron-Core files), and for a step directory that links out of ROOT.
     """
     path = Path(path)
     if (path / TRACKER).is_file():
@@ -53,10 +53,9 @@ def megatron_step(path: Path | str) -> Path | None:
 
 
 def hf_files(path: Path | str) -> Path:
-    """Return the directory with `config.json`, tokenizer and generation config of a model path of either format.
+    """Return the directory with a model's `config.json`, tokenizer and generation config, for either format.
 
-    Raises ValueError for a Megatron checkpoint that does not contain them, and for a file that is a link out of the
-    directory.
+    Raises ValueError for a Megatron checkpoint without them, and for a file that links out of the directory.
     """
     step = megatron_step(path)
     if step is None:
@@ -83,7 +82,7 @@ def raw_config(path: Path | str) -> dict[str, Any]:
 
 
 def not_for_engines(path: Path | str) -> str:
-    """Return why vLLM cannot read a model's weights as those of the trainer; "" if it can. Raises like `hf_files`."""
+    """Return why vLLM cannot load the trainer's weights from this path; "" if it can. Raises like `hf_files`."""
     if megatron_step(path) is not None:
         return "is a Megatron checkpoint"
     return "holds quantised weights" if raw_config(path).get("quantization_config") else ""

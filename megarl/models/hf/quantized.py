@@ -1,11 +1,11 @@
-"""Matrices that published files hold quantised: FP8 with block scales, and INT4 in groups. They are read as plain ones.
+"""Dequantises matrices of published files: FP8 with block scales, and INT4 in groups.
 
-FP8 (`quant_method: fp8`): `X.weight` [R, C] and `X.weight_scale_inv`, a scale for each block, which despite its name is
-multiplied. INT4 (`compressed-tensors`, `pack-quantized`): `X.weight_packed` int32 [R, C / 8], whose nibble i from the
-low end is column 8 w + i stored as value + 8; `X.weight_scale` [R, C / group]; `X.weight_shape` [2].
+FP8 (`quant_method: fp8`): `X.weight` [R, C], and `X.weight_scale_inv`, which despite its name holds each block's
+multiplier. INT4 (`compressed-tensors`, `pack-quantized`): `X.weight_packed` int32 [R, C / 8], whose nibble i from the
+low end of word w is column 8 w + i stored as value + 8; `X.weight_scale` [R, C / group]; `X.weight_shape` [2].
 
-The block is the config's, not the ratio of the two shapes: the last one in each direction may be partial. The product
-is computed in fp32 and rounded once.
+The block size is the config's, not the ratio of the two shapes: the last block in each direction may be partial. The
+product is computed in fp32 and rounded once.
 
 Shapes: R rows, C columns of a part of a matrix.
 """
@@ -21,15 +21,15 @@ import torch
 from megarl.models.hf.read_config import Quantization
 from megarl.models.hf.safetensors import DTYPE_NAMES, DTYPES, TensorRecord
 
-SLAB_ROWS = 256  # that are in fp32 at once
+SLAB_ROWS = 256  # rows in fp32 at once
 _SCALES = ("F32", "BF16", "F16")
 _WORD = 8  # values of 4 bits in an int32
-ReadRows = Callable[[TensorRecord, torch.dtype, int, int], torch.Tensor]  # a tensor's rows [start, stop), not written
+ReadRows = Callable[[TensorRecord, torch.dtype, int, int], torch.Tensor]  # read-only rows [start, stop) of a tensor
 
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A matrix of this `shape` in the files; `stated`: the tensor that states the shape again."""
+    """A quantised matrix in the files; `stated`: the tensor that repeats the shape."""
 
     values: TensorRecord
     scales: TensorRecord
@@ -41,10 +41,10 @@ class QuantizedMatrix:
 def quantized_matrices(
     records: dict[str, TensorRecord], form: Quantization | None
 ) -> tuple[dict[str, TensorRecord], dict[str, QuantizedMatrix]]:
-    """Return the files' tensors with plain matrices in the place of quantised ones, and what these consist of.
+    """Return the files' tensors with plain matrices in place of quantised ones, and the quantised ones by name.
 
-    Raises ValueError naming the tensor for scales without values and values without scales, for other shapes and dtypes
-    than the form has, and for a matrix of a module that the config lists as not quantised.
+    Raises ValueError naming the tensor for scales without values, shapes and dtypes that the form does not have, and
+    quantised modules that the config lists as not quantised.
     """
     if form is None:
         return records, {}
@@ -89,9 +89,9 @@ def _shape(module: str, values: TensorRecord, scales: TensorRecord, form: Quanti
 def dequantized(
     matrix: QuantizedMatrix, read: ReadRows, start: int, stop: int, columns: tuple[int, int] | None
 ) -> torch.Tensor:
-    """Return rows [start, stop) of a matrix, [R, C] in the form's dtype, or `columns` of them.
+    """Return rows [start, stop) of a matrix, or only `columns` of them: [R, C] in the form's dtype.
 
-    No more than SLAB_ROWS are in fp32 at once. Raises ValueError if the files state another shape.
+    At most SLAB_ROWS are in fp32 at once. Raises ValueError if the files state another shape.
     """
     if matrix.stated is not None:
         shape = read(matrix.stated, DTYPES[matrix.stated.dtype], 0, matrix.stated.shape[0]).tolist()

@@ -33,13 +33,13 @@ def load_info(model_dir: Path | str) -> ModelInfo:
             raise ValueError("it must be a JSON object")
         return _with_pixels(info_from_config(raw), path.parent)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        # The others come from a field of the wrong type, or a size of 0, at the first place that uses it.
+        # Errors other than ValueError and KeyError come from the first use of a field of the wrong type or a size of 0.
         what = f"missing key {error}" if isinstance(error, KeyError) else str(error)
         page = "; docs/training/models.md lists what works" if "not supported" in what else ""
         raise ValueError(f"{path}: {what}{page}") from error
 
 
-# Far beyond any model: a file that says more would take all memory where its sizes are used first.
+# Far beyond any model. Larger sizes would exhaust the memory at their first use.
 _LARGEST = {
     "num_hidden_layers": 10**4,
     "hidden_size": 10**6,
@@ -53,7 +53,7 @@ _LARGEST = {
 def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
     """Return the ModelInfo of a parsed `config.json`.
 
-    Raises ValueError for what is not supported, KeyError for a missing key, and whatever a field of the wrong type
+    Raises ValueError for unsupported features, KeyError for a missing key, and whatever a field of the wrong type
     causes; `load_info` turns all of them into a ValueError that names the file.
     """
     names = raw.get("architectures") or []
@@ -61,7 +61,7 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
     if family is None:
         supported = ", ".join(f.architecture for f in FAMILIES.values())
         if not names:
-            raise ValueError(f"'architectures' is missing: write the model's own as a list; supported: {supported}")
+            raise ValueError(f"'architectures' is missing; set it to a list with one of: {supported}")
         raise ValueError(f"architecture {names} is not supported: no family has {', '.join(_unknown(raw))}")
     given, raw = raw, {**family.defaults, **family.language(raw)}
     _refuse(raw)
@@ -94,12 +94,12 @@ def info_from_config(raw: Mapping[str, Any]) -> ModelInfo:
     if "rotary_dim" not in fields and rotary_share(raw) != 1:
         raise ValueError("partial_rotary_factor other than 1 is not supported in this family")
     if fields.get("rotary_dim", fields["head_dim"]) != fields["head_dim"] and attention_factor(scaling) != 1:
-        raise ValueError("YaRN with partial_rotary_factor is not supported")  # the factor is that of whole heads
+        raise ValueError("YaRN with partial_rotary_factor is not supported")  # its factor applies to whole heads
     return ModelInfo(**fields)
 
 
 def _unknown(raw: Mapping[str, Any]) -> Iterator[str]:
-    """Yield, in words, the parts of a model of an unknown architecture that its config names."""
+    """Yield descriptions of the parts of an unknown architecture that its config names."""
     text = {**raw, **(raw.get("text_config") or {})}
     kinds = sorted({str(kind) for kind in text.get("layer_types") or text.get("layers_block_type") or ()})
     if text.get("hybrid_override_pattern") or any(key.startswith(("mamba_", "ssm_")) for key in text):
@@ -120,19 +120,19 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def family_of(raw: Mapping[str, Any]) -> Family | None:
-    """Return the family of a parsed `config.json`, by its `architectures`; None for one that is not supported."""
+    """Return the family of a parsed `config.json`, by its `architectures`; None if it is not supported."""
     names = set(raw.get("architectures") or ()) - {""}
     return next((f for f in FAMILIES.values() if {f.architecture, f.sees} & names), None)
 
 
 def sees(raw: Mapping[str, Any]) -> bool:
-    """Return whether a model has a tower that its family trains."""
+    """Return whether a model has a vision tower that its family uses."""
     family = family_of(raw)
     return bool(raw.get("vision_config")) and (family is None or family.architecture in raw["architectures"])
 
 
 def _with_pixels(info: ModelInfo, directory: Path) -> ModelInfo:
-    """Return `info` with the mean and std of the directory's image processor; without its file, those of the family."""
+    """Return `info` with the mean and std of the directory's image processor; without its file, the family's."""
     for name in ("preprocessor_config.json", "processor_config.json"):
         if info.vision is None or not (directory / name).is_file():
             continue
@@ -147,7 +147,7 @@ def _with_pixels(info: ModelInfo, directory: Path) -> ModelInfo:
 
 
 def _positions(raw: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> int:
-    """Return the longest sequence, as vLLM has it: linear scaling extends what config.json says, other kinds do not."""
+    """Return the longest sequence, as in vLLM: only linear scaling extends config.json's value."""
     positions = int(raw["max_position_embeddings"])
     linear = scaling is not None and scaling["rope_type"] == "linear"
     return int(positions * float(scaling["factor"])) if scaling is not None and linear else positions
@@ -162,17 +162,15 @@ def _refuse(raw: Mapping[str, Any]) -> None:
         raise ValueError("mlp_bias=true is not supported")
 
 
-# How a model's files quantise its matrices (megarl/models/hf/quantized.py reads them).
-
 _REMEDY = (
-    "read are fp8 with weight_block_size, and compressed-tensors pack-quantized (4 bits, symmetric, groups); use "
-    "such files, or bf16 ones"
+    "supported: fp8 with weight_block_size, and compressed-tensors pack-quantized (4 bits, symmetric, groups); use "
+    "such files or bf16 files"
 )
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How files quantise. `block`: rows and columns that share a scale; `dtype`: of the matrices that are read."""
+    """How files quantise their matrices. `block`: rows and columns that share a scale; `dtype`: after dequantising."""
 
     packed: bool  # INT4, else FP8
     block: tuple[int, int]
@@ -187,7 +185,7 @@ class Quantization:
 def read_quantization(raw: Mapping[str, Any]) -> Quantization | None:
     """Return how the files of a parsed `config.json` quantise; None if they do not.
 
-    Raises ValueError naming the form if it is none that can be read.
+    Raises ValueError naming an unsupported form.
     """
     if (raw.get("text_config") or {}).get("quantization_config"):
         raise ValueError("text_config.quantization_config is not read; move it to the top level")

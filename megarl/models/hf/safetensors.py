@@ -1,6 +1,6 @@
 """Reads the headers of Hugging Face safetensors directories, and streams tensors into new files.
 
-Shapes: B bytes of a tensor; tensors without a suffix may have any shape.
+Shapes: B bytes of a tensor; other tensors may have any shape.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class TensorRecord:
 
 
 def read_records(directory: Path) -> dict[str, TensorRecord]:
-    """Return all tensors of a directory by name, from the headers of its safetensors files alone.
+    """Return all tensors of a directory by name; reads only the headers of its safetensors files.
 
     Raises ValueError naming file and tensor for a directory without safetensors, a truncated file, a tensor in two
-    files, an index that contradicts the files, other weights next to a model in one file, or a file outside.
+    files, an index that contradicts the files, other weights next to a single-file model, or a file outside.
     """
     path = directory / HF_INDEX
     index = read_weight_map(path) if path.is_file() else None
@@ -79,7 +79,7 @@ def read_records(directory: Path) -> dict[str, TensorRecord]:
 
 
 def _refuse_ambiguous(directory: Path, names: Collection[str], *, indexed: bool) -> None:
-    """Raise ValueError for a model in one file next to other weights: transformers and vLLM would read other files."""
+    """Raise ValueError for one weight file next to others: transformers and vLLM would load different files."""
     if not (directory / HF_FILE).is_file() or set(names) == {HF_FILE}:
         return
     if indexed and HF_FILE not in names:
@@ -93,7 +93,7 @@ def _refuse_ambiguous(directory: Path, names: Collection[str], *, indexed: bool)
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Return the file name of each tensor, from the Hugging Face index `path`. Raises ValueError if it is no index."""
+    """Return the file name of each tensor in the Hugging Face index `path`. Raises ValueError if it is no index."""
     try:
         found = json.loads(path.read_text())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
@@ -135,7 +135,7 @@ class TensorHeader:
 
 
 def encode_header(specs: Sequence[TensorHeader]) -> bytes:
-    """Return the beginning of a safetensors file; the tensors' bytes follow in the order of `specs`, without gaps."""
+    """Return a safetensors file's header; the tensors' bytes follow in the order of `specs`, without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in specs:
@@ -151,7 +151,7 @@ def encode_header(specs: Sequence[TensorHeader]) -> bytes:
 
 
 class SafetensorsWriter:
-    """Streams tensors into one safetensors file, in the order of `specs`, with one tensor in memory at a time."""
+    """Writes one safetensors file in the order of `specs`, with one tensor in memory at a time."""
 
     def __init__(self, path: Path, specs: Sequence[TensorHeader]) -> None:
         self.path = path
@@ -160,7 +160,7 @@ class SafetensorsWriter:
         self._file.write(encode_header(specs))
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Append the next tensor of `specs`. Raises ValueError if this is another one."""
+        """Append the next tensor of `specs`. Raises ValueError for any other tensor."""
         spec = self._left.pop(0) if self._left else None
         if spec is None or (name, tuple(tensor.shape), tensor.dtype) != (spec.name, spec.shape, spec.dtype):
             raise ValueError(f"{self.path}: expected {spec}, got {name} {tuple(tensor.shape)} {tensor.dtype}")

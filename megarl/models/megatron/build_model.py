@@ -1,4 +1,4 @@
-"""Builds Megatron's TransformerConfig and this rank's GPTModel chunks from a model's shape and a layout.
+"""Builds Megatron's TransformerConfig and this rank's GPTModel chunks from an architecture and a layout.
 
 Shapes: F frequencies, one for each pair of rotated channels of a head.
 """
@@ -24,7 +24,7 @@ Precision = Literal["bf16", "fp32"]
 
 
 def padded_vocab(info: ModelInfo, tp: int) -> int:
-    """Return the vocabulary rows of the model: the next multiple of `tp`. Log-probs must mask the padded columns."""
+    """Return the vocabulary size rounded up to a multiple of `tp`. Log-probs must mask the padded columns."""
     return -(-info.vocab_size // tp) * tp
 
 
@@ -38,8 +38,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron's config of this model under this layout.
 
-    `overrides`: TransformerConfig fields by name (`megatron.transformer` of the config), which replace all others.
-    `initialize=False` leaves the weights uninitialised, for a load that writes all of them. Raises ValueError when
+    `overrides`: TransformerConfig fields by name (`megatron.transformer` in the config); they override everything else.
+    `initialize=False` leaves the weights uninitialised, for a load that writes all of them. Raises ValueError if
     Megatron-Core refuses the combination.
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -55,7 +55,7 @@ def transformer_config(
     if info.mla:
         fields.update(_latent_attention(info, info.mla))
     if info.vision:
-        # Transformer Engine's kernel takes the angles of the first tokens for every sequence of a packing.
+        # Transformer Engine's kernel uses the angles of the first tokens for every packed sequence.
         fields["apply_rope_fusion"] = False
     fields.update(overrides or {})
     try:
@@ -67,8 +67,8 @@ def transformer_config(
 def build_model(info: ModelInfo, tf_config: TransformerConfig, layout: Layout) -> list[GPTModel]:
     """Build this rank's model chunks (one, or one per virtual pipeline stage) on the platform's device.
 
-    Megatron's parallel_state must be initialised with `layout` and `model_parallel_cuda_manual_seed` called. The chunks
-    are bare (not wrapped in DDP or Float16Module); their parameters have dtype `tf_config.params_dtype`.
+    Requires Megatron's parallel_state initialised with `layout`, and a call of `model_parallel_cuda_manual_seed`. The
+    chunks are bare (no DDP or Float16Module); their parameters have dtype `tf_config.params_dtype`.
     """
     stages: list[int | None] = list(range(layout.virtual_pipeline)) if layout.virtual_pipeline else [None]
     return [_build_chunk(info, tf_config, layout, stage) for stage in stages]
@@ -126,7 +126,7 @@ def _architecture(info: ModelInfo) -> dict[str, Any]:
         "mrope_section": None if info.vision is None else list(info.vision.rope_sections),
         # A query sees itself and the window - 1 tokens before it.
         "window_size": None if info.window is None else (info.window - 1, 0),
-        # YaRN scales both rotated queries and keys, which equals scaling their products by the square.
+        # YaRN scales rotated queries and keys; scaling their products by the square is equivalent.
         "softmax_scale": None if factor == 1.0 else factor**2 / info.head_dim**0.5,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -148,17 +148,17 @@ def _parallelism(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
         "sequence_parallel": layout.sequence,
         "pipeline_dtype": dtype,
         # Packed micro-batches differ in length. With this setting Megatron-Core refuses its default dispatcher, even
-        # for dense models, so the dispatcher is set too.
+        # for dense models.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
         # Without overlap, the interleaved schedule with PP = 2 posts two sends to the same peer: the gradients are
         # silently wrong, or the run fails.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        # The interleaved schedule frees an output before its send is complete (schedules.py:1600). CUDA's streams keep
-        # the order; gloo reads the memory until the receiver has all of it, so activations are wrong in rare cases.
+        # The interleaved schedule frees an output before its send is complete (schedules.py:1600). CUDA streams keep
+        # the order; gloo still reads the memory, so activations would occasionally be wrong.
         "deallocate_pipeline_outputs": platforms.current().is_cuda or not interleaved,
-        # Losses are sums, which the trainer divides by global counts; the default is a mean of micro-batch means.
+        # The trainer divides summed losses by global counts; the default is a mean of micro-batch means.
         "calculate_per_token_loss": True,
     }
 
@@ -166,7 +166,7 @@ def _parallelism(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
 def _platform_fields(initialize: bool) -> dict[str, Any]:
     cuda, engine = platforms.current().is_cuda, use_transformer_engine()
     fields: dict[str, Any] = {
-        # On the CPU this gives the same initial weights under every layout. Loaded weights do not need it.
+        # The same initial weights under every layout on the CPU. Loaded weights do not need it.
         "use_cpu_initialization": not cuda and initialize,
         "bias_activation_fusion": cuda or cpu_kernels.enabled(),
         "bias_dropout_fusion": cuda,
@@ -178,14 +178,14 @@ def _platform_fields(initialize: bool) -> dict[str, Any]:
         "moe_permute_fusion": engine,
     }
     if not initialize:
-        # perform_initialization=False would also skip the tensor_model_parallel attributes of the weights, and the
-        # gradient norm would then count only the shards of rank 0.
+        # perform_initialization=False would also skip the weights' tensor_model_parallel attributes, and the gradient
+        # norm would then count only rank 0's shards.
         fields.update(init_method=_leave, output_layer_init_method=_leave, embedding_init_method=_leave)
     return fields
 
 
 def _latent_attention(info: ModelInfo, mla: LatentAttention) -> dict[str, Any]:
-    """Return the fields of multi-head latent attention, which computes its own RoPE: plain or YaRN, no other kind."""
+    """Return the fields of multi-head latent attention, which computes RoPE itself: only plain or YaRN."""
     yarn = info.rope_scaling or {"factor": 1.0}
     beta_fast, beta_slow = yarn_betas(yarn)
     paired = yarn.get("mscale") and yarn.get("mscale_all_dim")
@@ -205,7 +205,7 @@ def _latent_attention(info: ModelInfo, mla: LatentAttention) -> dict[str, Any]:
         "original_max_position_embeddings": yarn.get("original_max_position_embeddings", info.max_positions),
         "beta_fast": beta_fast,
         "beta_slow": beta_slow,
-        # 1 and 0 mean: YaRN's own factor on the rotated channels, and no factor on the products of queries and keys.
+        # 1 and 0: YaRN's default factor on the rotated channels, and none on the products of queries and keys.
         "mscale": float(yarn["mscale"]) if paired else 1.0,
         "mscale_all_dim": float(yarn["mscale_all_dim"]) if paired else 0.0,
         "apply_rope_fusion": False,
@@ -237,5 +237,5 @@ def _mixture(info: ModelInfo) -> dict[str, Any]:
 
 
 def _leave(tensor: torch.Tensor) -> torch.Tensor:
-    """Leave `tensor` as it is, in place of an initialisation."""
+    """Initialise nothing: return `tensor` as it is."""
     return tensor

@@ -1,8 +1,8 @@
-"""The Gated DeltaNet layer, in the place of attention in Megatron-Core's GPTModel. For packed sequences, on any device.
+"""The Gated DeltaNet layer, which replaces attention in Megatron-Core's GPTModel. Packed sequences, any device.
 
-Megatron-Core's own layer needs the kernels of flash-linear-attention (fla) even on a CPU, and with tensor parallelism
-without sequence parallelism its `out_norm` diverges between ranks. Parameters have its names, so checkpoints have its
-keys. A tensor rank has whole key heads and the value heads that belong to them.
+Megatron-Core's own layer needs the kernels of flash-linear-attention (fla) even on a CPU, and its `out_norm` diverges
+between tensor ranks without sequence parallelism. Parameter names and checkpoint keys are the same. A tensor rank holds
+whole key heads and their value heads.
 
 Shapes: T packed tokens, H value heads of this rank, K and V channels of a key and of a value head, X channels.
 """
@@ -26,7 +26,7 @@ from megarl.models.megatron.delta_rule import causal_conv, gated_delta_rule
 
 
 class GatedDeltaNet(MegatronModule):
-    """Projection, convolution and gated delta rule; gated norm of each head, and projection.
+    """Projection, convolution, gated delta rule, gated norm per head, projection.
 
     `delta`: the sizes of the whole model. Raises ValueError for context parallelism.
     """
@@ -50,7 +50,7 @@ class GatedDeltaNet(MegatronModule):
             **linear,
         )
         self.conv1d = _Weight(torch.ones(sum(self.sizes), 1, delta.conv, dtype=dtype, device=device))
-        # In fp32 in every precision: they are in exponents.
+        # fp32 in every precision, because they are used in exponents.
         self.dt_bias = torch.nn.Parameter(torch.ones(self.heads, device=device))
         self.A_log = torch.nn.Parameter(torch.zeros(self.heads, device=device))
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
@@ -73,10 +73,10 @@ class GatedDeltaNet(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the layer's output in the shape of its input, and no bias. The other arguments are attention's.
+        """Return the output in the shape of the input, and no bias. The other arguments are attention's.
 
-        Packed (THD): [tokens, 1, hidden], of this rank's tokens under sequence parallelism. Not packed: [tokens,
-        sequences, hidden].
+        Packed (THD): [tokens, 1, hidden]; with sequence parallelism this rank's tokens. Not packed: [tokens, sequences,
+        hidden].
         """
         projected, _ = self.in_proj(hidden_states)
         length, sequences, _ = projected.shape
@@ -101,8 +101,8 @@ class GatedDeltaNet(MegatronModule):
         rule = _by_kernels if _has_kernels(projected_TX) else _by_torch
         out_THV = rule(qkv_TX, self.conv1d.weight[:, 0], self.sizes, self.delta, g_TH, beta_TH, bounds)
         normed_THV = functional.rms_norm(out_THV.float(), out_THV.shape[-1:], eps=self.config.layernorm_epsilon)
-        # Each rank scales other heads, so the gradient of the scale is a sum over ranks, which this operator makes. The
-        # weight is not tagged `sequence_parallel`: that would sum once more.
+        # Each rank scales other heads. This operator sums the scale's gradient over the ranks; tagging the weight
+        # `sequence_parallel` would sum it again.
         scale_V = copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.tp_group)
         scaled_THV = normed_THV.to(out_THV.dtype) * scale_V
         gated_THV = scaled_THV * functional.silu(z_TX.float()).unflatten(-1, scaled_THV.shape[1:])
@@ -116,7 +116,7 @@ class _Weight(torch.nn.Module):
 
 
 def _has_kernels(tensor: torch.Tensor) -> bool:
-    """Return whether fla's kernels compute this tensor: in 16 bits on CUDA, if it is installed."""
+    """Return whether fla's kernels can be used: fla is installed, the tensor has 16 bits and is on CUDA."""
     half = tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
     return half and importlib.util.find_spec("fla") is not None
 
@@ -130,7 +130,7 @@ def _by_torch(
     beta_TH: torch.Tensor,
     bounds: torch.Tensor,
 ) -> torch.Tensor:
-    """Return convolution and rule of packed queries, keys and values, [T, H, V]."""
+    """Return [T, H, V]: convolution and delta rule of packed queries, keys and values."""
     limits = bounds.tolist()
     q, k, v = functional.silu(causal_conv(qkv_TX, weight_XW, limits)).split(sizes, -1)
     q_TGK, k_TGK = (x.unflatten(-1, (-1, delta.key_dim)) for x in (q, k))
@@ -147,7 +147,7 @@ def _by_kernels(
     beta_TH: torch.Tensor,
     bounds: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the same by fla's kernels. Tokens beyond the last sequence become one more."""
+    """Return the same with fla's kernels. Tokens beyond the last sequence become one more sequence."""
     from fla.modules.convolution import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 

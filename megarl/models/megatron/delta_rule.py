@@ -4,12 +4,12 @@ The state S of a head is a matrix. A token t with decay g, strength beta, key k,
 
     S_t = e^g S_{t-1} + beta k (v - e^g S_{t-1}^T k)^T        o_t = S_t^T q / sqrt(K)
 
-Sequences are cut into chunks. What happens inside chunks is one batched computation over the chunks of all sequences.
-The states then pass from chunk to chunk, at once for all sequences that still go on, so the loop has as many steps as
-the longest sequence has chunks.
+Sequences are cut into chunks. The work inside chunks is one batched computation over the chunks of all sequences. A
+loop then passes the states from chunk to chunk, for all unfinished sequences at once; it has as many steps as the
+longest sequence has chunks.
 
 Shapes: T packed tokens, S sequences, M chunks of C tokens, G key heads, R value heads of each, H = G R value heads, K
-and V channels of a key and of a value head, X channels of the convolution, W tokens that it sees.
+and V channels of a key and of a value head, X channels of the convolution, W its width in tokens.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def gated_delta_rule(
     """Return the outputs [T, H, V] in the dtype of `v`, and the last state of each sequence [S, H, K, V].
 
     `bounds`: where sequences begin, and the end of the last; outputs beyond it are 0. `g`: logs of the decays.
-    `state`: that before each sequence's first token; None = 0. Queries and keys are normalised here. All is computed in
-    fp32, or in fp64 if `v` is.
+    `state`: before each sequence's first token; None = 0. Normalises queries and keys. Computes in fp32, or in fp64 if
+    `v` is fp64.
     """
     heads, groups, wide = v_THV.shape[1], k_TGK.shape[1], torch.promote_types(v_THV.dtype, torch.float32)
     longest = max((stop - start for start, stop in pairwise(bounds)), default=1)
@@ -95,12 +95,12 @@ def gated_delta_rule(
 def _inside(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Return all of the chunks that does not depend on the states before them, in the order of `_pass_states`."""
+    """Return everything that does not depend on the states before the chunks, as `_pass_states` takes it."""
     size = g.shape[-1]
-    total = g.cumsum(-1)  # log of the decay since the chunk's start, that of the token included
+    total = g.cumsum(-1)  # log of the decay since the chunk's start, including the token's
     later = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()  # [M, G, R, C, C]
-    # What a token adds to the state depends on what those before it in its chunk have added: a triangular system, with
+    # What a token adds to the state depends on what earlier tokens of its chunk have added: a triangular system, with
     # one right side for the values and one for what the tokens read from the state before the chunk.
     system = (k @ k.transpose(-1, -2)) * (decay * beta[..., None])
     right = (v * beta[..., None], k * (total.exp() * beta)[..., None])
@@ -129,7 +129,7 @@ def _pass_states(
 def causal_conv(
     x_TX: torch.Tensor, weight_XW: torch.Tensor, bounds: Sequence[int], before_SWX: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return each channel's convolution [T, X] over the token and the W - 1 before it in its sequence.
+    """Return each channel's convolution [T, X] over a token and the W - 1 tokens before it in its sequence.
 
     `before`: the W - 1 tokens before each sequence; None = 0.
     """
@@ -138,7 +138,7 @@ def causal_conv(
     lengths = torch.tensor(bounds, dtype=torch.long).diff()
     tail = torch.tensor([len(x_TX) - bounds[-1]])
     first_T = torch.cat([starts, torch.tensor(bounds[-1:])]).repeat_interleave(torch.cat([lengths, tail]))
-    age_T = (torch.arange(len(x_TX)) - first_T).to(x_TX.device)  # tokens of the sequence before this one
+    age_T = (torch.arange(len(x_TX)) - first_T).to(x_TX.device)  # earlier tokens of the sequence
     out_TX = x_TX * weight_XW[:, -1]
     for back in range(1, width):
         shifted_TX = functional.pad(x_TX, (0, 0, back, 0))[: len(x_TX)] * (age_T >= back)[:, None]

@@ -1,12 +1,11 @@
 """Layer specs: Transformer Engine's on CUDA if it is installed, else Megatron's own modules.
 
-Without Transformer Engine, Megatron-Core has no norm that accepts sequence parallelism and no attention that
-accepts packed sequences; `RMSNorm` and `PackedAttention` fill these two gaps.
+Without Transformer Engine, Megatron-Core has no norm that accepts sequence parallelism and no attention that accepts
+packed sequences; `RMSNorm` and `PackedAttention` fill these two gaps.
 
 Shapes: T packed tokens of a micro-batch on a context-parallel rank, B sequences of equal length, S tokens of a sequence
-(in `_in_order`, of one of the chunks of P ranks), R query rows of a block, K keys of a block, N query heads, G
-key/value heads, D channels per head of queries and keys, C channels per head of values, E channels that a norm
-normalizes, after axes of any number (X); heads are those of this rank.
+(in `_in_order`: of a chunk), P context-parallel ranks, R query rows and K keys of a block, N query and G key/value
+heads of this rank, D channels per head of queries and keys, C of values, E channels of a norm, X any leading axes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.megatron.delta_net import GatedDeltaNet
 from megarl.platforms import cpu_kernels
 
-WINDOW_BLOCK = 256  # query rows of a block, for attention in a sliding window
+WINDOW_BLOCK = 256  # query rows per block of sliding-window attention
 
 
 def use_transformer_engine() -> bool:
@@ -81,7 +80,7 @@ class _NormWithOwnEps(RMSNorm):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention with `scaled_dot_product_attention`, separate for each sequence of a packed micro-batch.
+    """Causal `scaled_dot_product_attention` within each sequence of a packed micro-batch.
 
     With context parallelism each rank holds two chunks of each sequence, and gathers the keys and values of all ranks.
     """
@@ -121,7 +120,7 @@ class PackedAttention(torch.nn.Module):
             return self._across_ranks(query, key, value, runs)
         tokens = [count * length for count, length in runs]
         tail = query.shape[0] - sum(tokens)
-        # `split`, because the backward pass of a slice writes, and then adds, a gradient as large as the whole tensor.
+        # Not slices: the backward pass of each slice would write and add a gradient as large as the whole tensor.
         pieces = (x.split([*tokens, tail] if tail else tokens) for x in (query, key, value))
         parts = []
         for (count, length), *run in zip(runs, *pieces, strict=not tail):
@@ -149,7 +148,7 @@ class PackedAttention(torch.nn.Module):
             q_B2NSD = q.unflatten(0, (count, 2, chunk)).transpose(2, 3)
             k_BGSD, v_BGSC = (_in_order(x.unflatten(1, (count, 2, chunk))) for x in (k, v))
             if missing := k.shape[-1] - v.shape[-1]:
-                # Here and not in `_product`, which would pad, and keep, a copy for each block.
+                # Not in `_product`, which would pad and keep a copy for each block.
                 v_BGSC = torch.nn.functional.pad(v_BGSC, (0, missing))
             outputs = []
             for index, start in enumerate((rank * chunk, (2 * size - 1 - rank) * chunk)):
@@ -168,7 +167,7 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Return the output [B, N, S, C] of causal attention within the window.
 
-        `offset`: of the first query; the first key's is 0. `band_RK`: `_band` of the window.
+        `offset`: position of the first query; the first key is at 0. `band_RK`: `_band` of the window.
         """
         length = q_BNSD.shape[2]
         if not offset and (self.window is None or length <= self.window):
@@ -178,7 +177,7 @@ class PackedAttention(torch.nn.Module):
             band_RK = _band(WINDOW_BLOCK, self.window, q_BNSD.dtype, q_BNSD.device)
         block = len(band_RK)
         window = band_RK.shape[1] - block + 1
-        # Queries in blocks, each with only the keys that they see, so that neither time nor memory is quadratic.
+        # Blocks of queries, each with only the keys that it sees: neither time nor memory is quadratic.
         parts = []
         for start in range(offset, offset + length, block):
             stop, first = min(start + block, offset + length), max(0, start - window + 1)
@@ -212,16 +211,18 @@ class PackedAttention(torch.nn.Module):
 
 
 def _takes_groups(queries: torch.Tensor, *, masked: bool) -> bool:
-    """Return whether a fused kernel takes fewer key than query heads: on CUDA only flash attention (torch 2.13), which
-    takes neither fp32 nor a mask. Without a fused kernel all scores are kept for the backward pass."""
+    """Return whether a fused kernel takes fewer key heads than query heads.
+
+    On CUDA only flash attention does (torch 2.13), without fp32 and masks. Unfused, all scores are kept for backward.
+    """
     return not queries.is_cuda or (queries.dtype != torch.float32 and not masked)
 
 
 @lru_cache(maxsize=2)
 def _band(block: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the additive mask [R, K] of a block of R = `block` queries, of which the first is key `window - 1`.
+    """Return the additive mask [R, K] of R = `block` queries, the first of which is at key `window - 1`.
 
-    It is cached because the backward pass keeps it: all layers then share one tensor.
+    Cached so that all layers share the tensor that the backward pass keeps.
     """
     rows_R1 = torch.arange(block, device=device)[:, None]
     keys_1K = torch.arange(block + window - 1, device=device)[None]
@@ -230,22 +231,22 @@ def _band(block: int, window: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _in_order(x_PB2SGD: torch.Tensor) -> torch.Tensor:
-    """Return the keys or values of P context-parallel ranks [B, G, 2 * P * S, D], in the order of their tokens.
+    """Return the keys or values of P context-parallel ranks in token order, [B, G, 2 * P * S, D].
 
-    Each rank has two chunks of S tokens: its own from the front, and from the back.
+    Each rank holds two chunks of S tokens: one counted from the front, one from the back.
     """
     front, back = x_PB2SGD.unbind(2)
     return torch.cat([front, back.flip(0)]).permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
 def _runs(bounds: list[int]) -> list[tuple[int, int]]:
-    """Return neighbouring sequences of equal length as (count, length): each run is one batched attention."""
+    """Return runs of neighbouring sequences of equal length as (count, length): each is one batched attention."""
     lengths = (stop - start for start, stop in pairwise(bounds) if stop > start)
     return [(len(list(run)), length) for length, run in groupby(lengths)]
 
 
 def block_spec(info: ModelInfo, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the layers of this pipeline rank's chunk `vp_stage`, dense or mixture of experts, and the final norm."""
+    """Return the layers (dense or mixture of experts) and final norm of this pipeline rank's chunk `vp_stage`."""
     if use_transformer_engine():
         return _engine_block(info, config, vp_stage)
     norm = _norm_of(info)
@@ -272,7 +273,7 @@ def _engine_block(info: ModelInfo, config: TransformerConfig, vp_stage: int | No
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)
         for number, layer in enumerate(block.layer_specs, start=first):
             if info.is_delta_layer(number):
-                # Its projection is not one of Transformer Engine's, which have the norm before them inside.
+                # Transformer Engine's projections contain the norm before them; this layer's does not.
                 layer.submodules.input_layernorm = _norm_of(info)
                 layer.submodules.self_attention = _delta_net(info)
     if info.mla:
@@ -284,7 +285,7 @@ def _engine_block(info: ModelInfo, config: TransformerConfig, vp_stage: int | No
                 f"eps for all norms; this family has {info.mla.norm_eps} inside attention; uninstall transformer_engine"
             )
         for layer in block.layer_specs:
-            # Sharded as in the local spec; by default Transformer Engine has a copy on every rank.
+            # Sharded as in the local spec; Transformer Engine's default is a copy on every rank.
             attention = layer.submodules.self_attention.submodules
             attention.linear_q_down_proj = attention.linear_kv_down_proj = TEColumnParallelLinear
     return block
@@ -293,8 +294,8 @@ def _engine_block(info: ModelInfo, config: TransformerConfig, vp_stage: int | No
 def _has_packed_kernel(config: TransformerConfig) -> bool:
     """Return whether Transformer Engine has a kernel for packed sequences of this precision on this GPU.
 
-    cuDNN's needs bf16 and Hopper or newer, flash-attn's bf16 (transformer-engine 2.20.2, `get_attention_backend` and
-    nvte_get_fused_attn_backend_v2). Without one it pads the sequences, and keeps all scores for the backward pass.
+    cuDNN's needs bf16 and Hopper or newer; flash-attn's needs bf16 (transformer-engine 2.20.2, `get_attention_backend`
+    and nvte_get_fused_attn_backend_v2). Without a kernel it pads the sequences and keeps all scores for backward.
     """
     newer = torch.cuda.get_device_capability() >= (9, 0)
     return config.params_dtype == torch.bfloat16 and (newer or importlib.util.find_spec("flash_attn") is not None)
@@ -324,7 +325,7 @@ def _local_layer(info: ModelInfo, config: TransformerConfig, num_experts: int | 
     if info.mla:
         norm = ModuleSpec(module=_NormWithOwnEps, params={"own_eps": info.mla.norm_eps})
         attention.kv_layernorm = norm
-        attention.q_layernorm = norm if info.mla.query_rank else IdentityOp  # queries that are not compressed have none
+        attention.q_layernorm = norm if info.mla.query_rank else IdentityOp  # only compressed queries have one
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = _norm_of(info)
     return spec

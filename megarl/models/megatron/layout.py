@@ -11,10 +11,10 @@ UNEVEN_STAGES = ("first_stage_layers", "last_stage_layers", "pipeline_layout")  
 
 @functools.cache
 def layers_of_text(text: str, pipeline: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the layers of each stage, for each of `chunks`, of Megatron's `pipeline_model_parallel_layout`.
+    """Parse Megatron's `pipeline_model_parallel_layout`; return the layers of each stage, for each of `chunks`.
 
-    `E` is the embedding, `t` a layer, `L` the output layer, `|` a border of stages; `t*3` and `(tt|)*4` repeat. Raises
-    ValueError for any other text, and one that has not `pipeline` x `chunks` stages.
+    `E` is the embedding, `t` a layer, `L` the output layer, `|` separates stages; `t*3` and `(tt|)*4` repeat. Raises
+    ValueError for any other text, and unless there are `pipeline` x `chunks` stages.
     """
     unrolled = text.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d{1,3})", r"(.)\*(\d{1,3})"):
@@ -35,11 +35,10 @@ def layers_of_text(text: str, pipeline: int, chunks: int) -> tuple[tuple[int, ..
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of Megatron's parallel groups; the data-parallel sizes follow from `world_size` (in ranks).
+    """Sizes of Megatron's parallel groups; the data-parallel sizes follow from `world_size` (in ranks).
 
-    `expert_tensor=None` becomes `tensor`. `pipeline_layout`: see `layers_of_text`.
-
-    Raises ValueError for a layout that Megatron-Core cannot run.
+    `expert_tensor=None` becomes `tensor`. `pipeline_layout`: see `layers_of_text`. Raises ValueError for a layout that
+    Megatron-Core cannot run.
     """
 
     tensor: int = 1
@@ -70,15 +69,15 @@ class Layout:
             raise ValueError("first_stage_layers, last_stage_layers and pipeline_layout need pipeline > 1; drop them")
         if self.pipeline_layout is not None:
             if uneven:
-                raise ValueError("pipeline_layout says the layers of every stage; drop first_stage_layers and the like")
+                raise ValueError("pipeline_layout sets every stage; drop first_stage_layers and last_stage_layers")
             layers_of_text(self.pipeline_layout, self.pipeline, self.virtual_pipeline or 1)
 
     def stage_layers(self, layers: int) -> tuple[int, ...]:
         """Return how many of the model's `layers` each pipeline stage has.
 
-        Without `pipeline_layout` the stages between the first and the last have as many each. Raises ValueError where
-        that is impossible, where a stage cannot be split into `virtual_pipeline` equal chunks, or where the text has
-        another number of layers.
+        Without `pipeline_layout` the stages between the first and the last are equal. Raises ValueError if they cannot
+        be, if a stage cannot be split into `virtual_pipeline` equal chunks, or if `pipeline_layout` has another number
+        of layers.
         """
         return tuple(map(sum, zip(*self._chunk_counts(layers), strict=True)))
 
@@ -89,7 +88,7 @@ class Layout:
         return range(first, first + counts[chunk][stage])
 
     def most_layers(self, layers: int) -> int:
-        """Return the layers of the largest model chunk. Raises like `stage_layers`."""
+        """Return the number of layers of the largest model chunk. Raises like `stage_layers`."""
         return max(map(max, self._chunk_counts(layers)))
 
     def _chunk_counts(self, layers: int) -> tuple[tuple[int, ...], ...]:
@@ -123,12 +122,12 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """The number of replicas, each of which trains samples of its own."""
+        """Data-parallel size: the number of replicas, each with different samples."""
         return self.world_size // (self.tensor * self.context * self.pipeline)
 
     @property
     def dense_data(self) -> int:
-        """The number of ranks that hold the same dense parameters: data-parallel size x context-parallel size."""
+        """Ranks that hold the same dense parameters: data-parallel size x context-parallel size."""
         return self.data * self.context
 
     @property

@@ -1,6 +1,6 @@
 """This rank's Megatron parameters and buffers by canonical name, with mapping entries and tensor-parallel ranks.
 
-Their tensors may have any shape.
+Tensors may have any shape.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.architecture.mapping import Entry, canonical_name, expand
 from megarl.models.families import FAMILIES
 
-# Megatron-Core, whose import takes seconds, is imported where a model exists: the converter needs only `table`.
+# Importing Megatron-Core takes seconds, and the converter needs only `table`: it is imported where a model exists.
 if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -42,8 +42,8 @@ class Shard:
 def table(info: ModelInfo) -> dict[str, Entry]:
     """Return every Megatron parameter and mapped buffer of the whole model by canonical name, in layer order.
 
-    Raises ValueError naming a Megatron parameter or a Hugging Face tensor that the family's rules map twice. This does
-    not concern the embedding of a tied model, whose table has no output layer.
+    A tied model has no entry for the output layer. Raises ValueError naming a Megatron parameter or a Hugging Face
+    tensor that the family's rules map twice.
     """
     entries: dict[str, Entry] = {}
     readers: dict[str, str] = {}  # Hugging Face name -> the Megatron name made of it
@@ -62,9 +62,8 @@ def table(info: ModelInfo) -> dict[str, Entry]:
 def local_shards(chunks: Sequence[torch.nn.Module], info: ModelInfo, entries: dict[str, Entry]) -> list[Shard]:
     """Return this rank's parameters and persistent buffers, in model order.
 
-    `chunks` may be wrapped (DDP, Float16Module). Raises ValueError listing those that no rule covers, that appear
-    twice, or whose shape differs from the rule's, and the entries of this rank's layers and experts that the model does
-    not have.
+    `chunks` may be wrapped (DDP, Float16Module). Raises ValueError listing tensors that no rule covers, that appear
+    twice or have another shape than the rule's, and entries of this rank's layers and experts that the model lacks.
     """
     shards: dict[str, Shard] = {}
     wrong: list[str] = []
@@ -117,11 +116,11 @@ def unwrap(chunk: torch.nn.Module) -> GPTModel:
 
 @dataclass(frozen=True)
 class _Place:
-    """The part of the model that this rank holds; `layers`: for each chunk, the global layer of each local layer."""
+    """The part of the model that this rank holds. `layers`: per chunk, the global layer of each local layer."""
 
     layers: tuple[dict[int, int], ...]
     experts: range
-    first: bool  # holds the embedding, and the vision tower
+    first: bool  # holds the embedding and the vision tower
     last: bool  # holds the final norm and the output layer
 
     @classmethod
@@ -152,7 +151,7 @@ def _named_tensors(chunks: Sequence[torch.nn.Module], place: _Place) -> Iterator
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that belong to a model's state (`register_buffer(persistent=True)`), with their names."""
+    """Yield name and tensor of each buffer in the model's state dict (`register_buffer(persistent=True)`)."""
     for prefix, each in module.named_modules():
         for name, buffer in each.named_buffers(recurse=False):
             if name not in each._non_persistent_buffers_set:

@@ -1,11 +1,11 @@
-"""The language model of a model that sees: image features take the place of image tokens before the first layer.
+"""The GPTModel of a vision-language model: image features replace the image tokens before the first layer.
 
-The vision tower is Hugging Face's module, whole on every tensor rank of the first pipeline stage. The embedding returns
-all tokens, the features are put among them, and then the sequence is split over the tensor ranks. The backward pass of
-that split gathers, so each tensor rank has the tower's full gradient, and nothing is summed over them.
+The vision tower is Hugging Face's module, whole on every tensor rank of the first pipeline stage. Features are inserted
+into the embeddings of all tokens, and the sequence is then split over the tensor ranks. The backward pass of the split
+gathers, so each tensor rank has the tower's full gradient and none is summed over them.
 
-Shapes: T packed tokens, I image tokens among them, N distinct images, P patches, C numbers of a patch, M image
-features (P / merge²), H hidden size of the language model, F frequencies of its RoPE, one for two channels.
+Shapes: T packed tokens, I image tokens among them, N distinct images, P patches, C values per patch, M image features
+(P / merge²), H hidden size of the language model, F frequencies of its RoPE, one per two channels.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ImageBatch:
     read: Callable[[], Tensor]  # returns the patches of all images, uint8 [P, C] on the CPU
 
     def to(self, device: torch.device) -> ImageBatch:
-        """Return the same batch with its indices on `device`. Patches go there when they are read."""
+        """Return the same batch with its indices on `device`. Patches move when they are read."""
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ("rows_I", "features_I")}
         return replace(self, grids_N3=self.grids_N3.to(device), **moved)
 
@@ -50,7 +50,7 @@ class ImageBatch:
 class MultimodalRope(torch.nn.Module):
     """RoPE angles of positions on three axes: time, height, width.
 
-    Megatron-Core's module cannot interleave the axes, and under context parallelism cuts the packed row instead of its
+    Megatron-Core's module cannot interleave the axes, and with context parallelism it cuts the packed row, not its
     sequences.
     """
 
@@ -74,9 +74,9 @@ class MultimodalRope(torch.nn.Module):
 
 @dataclass
 class _DeepstackParams(PackedSeqParams):
-    """Megatron's description of a packing, with what the first layers add to their outputs.
+    """Megatron's packing parameters, with the deepstack features that the first layers add to their outputs.
 
-    It reaches every layer also where Megatron recomputes it. `rows`: int64, the rows of this tensor rank's hidden
+    These parameters also reach layers that Megatron recomputes. `rows`: int64, rows of this tensor rank's hidden
     states; `features`: for each of these layers, [number of rows, H].
     """
 
@@ -85,16 +85,16 @@ class _DeepstackParams(PackedSeqParams):
 
 
 class _Context(FunctionCtx):
-    """Autograd's context, with what `_LateGradient` keeps."""
+    """Autograd's context with the tensors that `_LateGradient` keeps."""
 
     leaves: tuple[Tensor, ...]
 
 
 class _LateGradient(torch.autograd.Function):
-    """Returns its first argument. Its gradient comes after those of `leaves`, which it hands to `features`.
+    """Identity on its first argument. Its backward pass runs after `leaves` have gradients; `features` receive these.
 
-    Layers that are recomputed run a backward pass of their own. It must end at leaves: the tower's graph, which the
-    features have in common, would be freed by the first of these passes.
+    Recomputed layers run separate backward passes, which must end at leaves: the first of these passes would free the
+    tower's graph, which all features share.
     """
 
     @staticmethod
@@ -108,10 +108,10 @@ class _LateGradient(torch.autograd.Function):
 
 
 class VisionGPTModel(GPTModel):
-    """A GPTModel chunk of a model that sees; on the first stage it has the tower as `visual`."""
+    """A GPTModel chunk of a vision-language model; on the first stage it has the tower as `visual`."""
 
     def __init__(self, info: ModelInfo, tower: VisionTower, device: torch.device, **arguments: object) -> None:
-        """`arguments`: of GPTModel."""
+        """`arguments`: passed to GPTModel."""
         super().__init__(**arguments, position_embedding_type="mrope", scatter_embedding_sequence_parallel=False)
         self.tower = tower
         frequencies_F = inverse_frequencies(info.head_dim, info.rope_theta, info.rope_scaling)
@@ -148,7 +148,7 @@ class VisionGPTModel(GPTModel):
                 hidden_T1H = hidden_T1H + self._zero()
             if self.config.sequence_parallel:
                 hidden_T1H = mappings.scatter_to_sequence_parallel_region(hidden_T1H)
-                if padding_mask is not None:  # Megatron does it only where it embeds the tokens itself
+                if padding_mask is not None:  # Megatron only does this if it embeds the tokens
                     padding_mask = mappings.scatter_to_sequence_parallel_region(padding_mask.T.contiguous()).T
         return super().forward(
             input_ids,
@@ -162,13 +162,13 @@ class VisionGPTModel(GPTModel):
 
     @property
     def trains_vision(self) -> bool:
-        """True if a part of the tower, which this chunk then has, is trained."""
+        """True if any part of the tower is trained. Only the first stage's chunk has a tower."""
         return any(parameter.requires_grad for parameter in self.visual.parameters())
 
     def _with_images(
         self, hidden_T1H: Tensor, images: ImageBatch, packing: PackedSeqParams | None
     ) -> tuple[Tensor, PackedSeqParams | None]:
-        """Return the hidden states with image features in their places, and the packing with deepstack's features."""
+        """Return the hidden states with image features inserted, and the packing with deepstack's features."""
         with nullcontext() if self.trains_vision else torch.no_grad():
             features_MH, *deeper = self._features(images.read(), images.grids_N3)
         inserted_I1H = features_MH.index_select(0, images.features_I)[:, None].to(hidden_T1H.dtype)
@@ -177,7 +177,7 @@ class VisionGPTModel(GPTModel):
             return hidden_T1H, packing
         rows_I, features_I = images.rows_I, images.features_I
         if self.config.sequence_parallel:
-            # Each tensor rank adds the features of its own rows; their gradients are summed.
+            # Each tensor rank adds the features of its rows; their gradients are summed.
             size = hidden_T1H.shape[0] // parallel_state.get_tensor_model_parallel_world_size()
             rows_I = rows_I - parallel_state.get_tensor_model_parallel_rank() * size
             own = (rows_I >= 0) & (rows_I < size)
@@ -190,7 +190,7 @@ class VisionGPTModel(GPTModel):
         return hidden_T1H, _DeepstackParams(**vars(packing or PackedSeqParams()), rows=rows_I, features=added)
 
     def _features(self, patches_PC: Tensor, grids_N3: Tensor) -> list[Tensor]:
-        """Run the tower; return the features [M, H] of the images, and those for each of deepstack's layers."""
+        """Run the tower; return the image features [M, H], then those of each deepstack layer."""
         tower, device = self.tower, grids_N3.device
         pixels_PCX = patches_PC.to(device, non_blocking=True).float().view(len(patches_PC), tower.channels, -1)
         mean, std = (torch.tensor(each, device=device)[:, None] for each in (tower.mean, tower.std))
@@ -199,10 +199,9 @@ class VisionGPTModel(GPTModel):
         return [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
 
     def _zero(self) -> Tensor:
-        """Return 0 as a function of all trained parameters of the tower, by way of a blank image.
+        """Return a 0 that depends on all trained parameters of the tower, computed from a blank image.
 
-        DDP reduces gradients while the backward pass runs, and waits for those of every parameter: a micro-batch
-        without images has to give the tower's.
+        DDP waits for the gradient of every parameter, so a micro-batch without images must produce the tower's too.
         """
         count, device = self.tower.merge**2, platforms.current().device
         blank_PC = torch.zeros(count, self.tower.patch_size, dtype=torch.uint8)
@@ -211,10 +210,10 @@ class VisionGPTModel(GPTModel):
 
 
 def freeze_vision(chunks: Sequence[torch.nn.Module], trained: Trained) -> None:
-    """Take the gradients of the tower's other parts than `trained` away. Call it before DDP wraps the bare chunks.
+    """Freeze all parts of the tower but `trained`. Call it on bare chunks, before DDP wraps them.
 
-    The blocks of a tower that is trained are always recomputed: with four patches a token, what they keep would be more
-    than what the language model keeps.
+    A trained tower is always recomputed: with four patches per token its activations would outweigh the language
+    model's.
     """
     for chunk in chunks:
         if not isinstance(chunk, VisionGPTModel) or not chunk.pre_process:
@@ -224,14 +223,14 @@ def freeze_vision(chunks: Sequence[torch.nn.Module], trained: Trained) -> None:
                 trained == "all" or (trained == "projector" and (TOWER + name).startswith(PROJECTOR))
             )
             if platforms.current().is_cuda:
-                # Kernels that add in any order let the copies of the tensor ranks drift apart.
+                # Kernels with a varying order of additions let the tensor ranks' copies drift apart.
                 parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         if trained == "all":
             chunk.visual.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
 
 
 def _build_tower(info: ModelInfo, config: TransformerConfig, device: torch.device) -> torch.nn.Module:
-    """Build Hugging Face's module with the same random weights on every rank."""
+    """Build Hugging Face's module, with equal random weights on every rank."""
     from transformers import CONFIG_MAPPING, AutoModel
 
     vision = CONFIG_MAPPING[info.family].sub_configs["vision_config"](**info.raw["vision_config"])
@@ -243,7 +242,7 @@ def _build_tower(info: ModelInfo, config: TransformerConfig, device: torch.devic
 
 
 def _adds_features(index: int) -> Callable[..., Any]:
-    """Return the hook that adds the features of deepstack's layer `index` to its output."""
+    """Return a hook that adds features `index` of deepstack to a layer's output."""
 
     def add(layer: torch.nn.Module, inputs: object, options: dict[str, Any], output: tuple[Any, ...]) -> object:
         packing, (hidden_T1H, *rest) = options["packed_seq_params"], output

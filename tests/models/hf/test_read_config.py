@@ -138,7 +138,7 @@ def test_default_rope_is_no_scaling() -> None:
     [
         (
             LLAMA | {"architectures": None},
-            "'architectures' is missing: write the model's own as a list; supported: Dee",
+            "'architectures' is missing; set it to a list with one of: Dee",
         ),
         (
             LLAMA | {"architectures": ["GPT2LMHeadModel"]},
