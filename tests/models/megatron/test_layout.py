@@ -110,7 +110,7 @@ def test_a_text_means_what_it_means_to_megatron(layers: int, pipeline: int, virt
         ({"pipeline_layout": "tE|t|t|tL"}, "is not E"),
         ({"pipeline_layout": "Et|t|t|tmL"}, "is not E"),
         ({"pipeline_layout": "Et*9999|t|t|tL"}, "is not E"),
-        ({"pipeline_layout": "Et|t|t|tL", "first_stage_layers": 1}, "says the layers of every stage"),
+        ({"pipeline_layout": "Et|t|t|tL", "first_stage_layers": 1}, "sets every stage"),
     ],
 )
 def test_texts_that_do_not_fit_are_refused(sizes: dict[str, Any], message: str) -> None:
