@@ -1,4 +1,4 @@
-"""Advantages, each with its options and its paper. Importing this module registers them in `ADVANTAGES`."""
+"""Advantages, with options and papers. Importing this module registers them in `ADVANTAGES`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.common.options import Section
 
 
 class GRPOOptions(Section):
-    """The number that keeps the division finite; the default is TRL's, verl has 1e-6."""
+    """Keeps the division finite; the default is TRL's, verl's is 1e-6."""
 
     eps: float = Field(1e-4, ge=0, description="Added to the standard deviation.")
 
@@ -60,21 +60,21 @@ def _without_self(values: list[float]) -> list[float]:
 
 # REINFORCE++ (arXiv:2501.03262): advantages are normalised over the whole batch, not within the group.
 #
-# The mean and the variance are over trained tokens, so that a long response counts as often as it has tokens, as in the
-# paper's code (OpenRLHF) and in verl. The variance is the sample variance (n - 1).
+# Mean and sample variance (n - 1) are over trained tokens, so a response counts once per token, as in the paper's code
+# (OpenRLHF) and in verl.
 
 
 class ReinforceOptions(Section):
-    """The number that keeps the division finite; the default is verl's."""
+    """Keeps the division finite; the default is verl's."""
 
     eps: float = Field(1e-8, gt=0, description="Added to the variance.")
 
 
 @ADVANTAGES.register("reinforce_pp", title="r, normalised over the tokens of the batch", paper="arXiv:2501.03262")
 def reinforce_pp(batch: GroupRewards, options: ReinforceOptions) -> Advantages:
-    """Return (r - mean) / sqrt(var + eps) over the batch. A group of equal rewards has a signal too.
+    """Return (r - mean) / sqrt(var + eps) over the batch. Even a group of equal rewards has a signal.
 
-    The paper's KL to the reference is a part of the reward: `algorithm.kl.where: reward`.
+    In the paper the KL to the reference is part of the reward: `algorithm.kl.where: reward`.
     """
     return _normalised(batch.rewards, batch.tokens, options.eps)
 
@@ -89,7 +89,7 @@ def reinforce_pp_baseline(batch: GroupRewards, options: ReinforceOptions) -> Adv
 
 
 def _normalised(values: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]], eps: float) -> Advantages:
-    """Return the values with mean 0 and variance 1 over all tokens; all 0 if there are fewer than two tokens."""
+    """Return the values normalised to mean 0 and variance 1 over all tokens; 0 with fewer than two tokens."""
     pairs = [
         (value, count) for group, counts in zip(values, tokens, strict=True)
         for value, count in zip(group, counts, strict=True)
@@ -103,21 +103,20 @@ def _normalised(values: Sequence[Sequence[float]], tokens: Sequence[Sequence[int
     return [[(value - mean) * scale for value in group] for group in values]
 
 
-# MT-GRPO's advantage (arXiv:2505.11821): credit for each of the model's turns, from rewards of the turns.
+# MT-GRPO's advantage (arXiv:2505.11821): credit for each of the model's turns, from rewards of turns.
 #
-# The paper has two turns, of which the first has a reward of its own: A_1 = A^out + lambda A^turn and A_2 = A^out, with
-# A^out the normalised rewards of the outcomes and A^turn those of the first turn. Here it is for any number of turns
-# with rewards: the tokens of turn k get
+# The paper has two turns and a reward for the first: A_1 = A^out + lambda A^turn and A_2 = A^out, with A^out the
+# normalised outcome rewards and A^turn the normalised rewards of the first turn. Here any number of turns may have
+# rewards. A turn affects only what follows it, so the tokens of turn k get
 #
 #     A_k = A^out + lambda (A^turn_k + A^turn_{k+1} + ...)
 #
-# because a turn is the cause of what comes after it, and of nothing before. A^turn_j is normalised over those samples
-# of the group that have a turn j with a reward. With two turns, of which the second has the reward 0, it is the
-# paper's.
+# A^turn_j is normalised over the samples of the group that have a reward for turn j. Two turns, the second with reward
+# 0, give the paper's advantage.
 
 
 class MTGRPOOptions(Section):
-    """The weight of the turns, lambda, is 1 in the paper's experiments; `eps` is that of `grpo`."""
+    """In the paper's experiments lambda (`turn_coef`) is 1; `eps` is that of `grpo`."""
 
     turn_coef: float = Field(1.0, ge=0, description="Weight of the turns' advantages alongside the outcome's.")
     eps: float = Field(1e-4, ge=0, description="Added to the standard deviations.")
@@ -129,14 +128,14 @@ class MTGRPOOptions(Section):
     paper="arXiv:2505.11821",
 )
 def mt_grpo(batch: GroupRewards, options: MTGRPOOptions) -> Advantages:
-    """Return A_k for each turn of a sample with rewards of turns; of one without them, GRPO's advantage."""
+    """Return A_k for each turn of a sample with turn rewards, GRPO's advantage for a sample without."""
     return [_of_group(group, by_turn, options) for group, by_turn in zip(batch.rewards, batch.turns, strict=True)]
 
 
 def _of_group(
     rewards: Sequence[float], by_turn: Sequence[Sequence[float]], options: MTGRPOOptions
 ) -> list[float | Sequence[float]]:
-    """Return the advantages of the samples of one group, whose turns have the rewards `by_turn`."""
+    """Return the advantages of one group's samples, whose turns have the rewards `by_turn`."""
     own: list[list[float]] = [[] for _ in rewards]  # of each turn alone
     for turn in range(max(map(len, by_turn), default=0)):
         having = [index for index, each in enumerate(by_turn) if turn < len(each)]

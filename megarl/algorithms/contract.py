@@ -1,12 +1,12 @@
-"""The contract of losses and advantages, tried out on small random batches. A user's own are tried before a run.
+"""The contract of losses and advantages, checked on small random batches. A user's functions are checked before a run.
 
     from megarl.algorithms.contract import check_loss
-    check_loss("my_module:my_loss", beta=0.1)  # as a test of one's own
+    check_loss("my_module:my_loss", beta=0.1)  # in your own tests
 
-A loss: one finite number per token, of the dtype of its inputs; masked tokens and other sequences make no difference to
-it, nor does the order of the sequences, so that its sum is the same over any micro-batches; it changes no input, and
-gives the same again. An advantage: one finite number per sample, or one per turn of a sample with rewards of turns; the
-order of groups and of samples makes no difference; it changes no input, and gives the same again.
+Both are deterministic and change no input. A loss returns one finite number per token, in the dtype of its inputs. The
+order of the sequences, other sequences and masked tokens make no difference, so its sum is the same for any split into
+micro-batches. An advantage returns one finite number per sample, or one per turn of a sample with turn rewards. The
+order of groups and samples makes no difference.
 
 Shapes: R response tokens, S sequences.
 """
@@ -36,16 +36,16 @@ _LENGTHS = (5, 1, 9, 3, 4)
 
 
 class ContractError(ValueError):
-    """A function does not hold to its contract."""
+    """A function breaks its contract."""
 
 
 def check_loss(loss: Loss | str, **options: object) -> None:
-    """Try a loss, or the one at an import path with these options. Raises ContractError that says what is wrong."""
+    """Check a loss, or the one at an import path with these options. Raises ContractError that says what is wrong."""
     chosen = LOSSES.find(loss).choose(options) if isinstance(loss, str) else loss
     batch = _random_batch(0)
     whole = _result(chosen, batch)
     _check_form(chosen, batch)
-    _check_same(chosen, whole, _result(chosen, batch), "it gives another result when it is called again")
+    _check_same(chosen, whole, _result(chosen, batch), "a second call gives another result")
     _check_order_and_splits(chosen, batch, whole)
     _check_masked_tokens(chosen, batch, whole)
     _check_extremes(chosen)
@@ -53,10 +53,7 @@ def check_loss(loss: Loss | str, **options: object) -> None:
 
 
 def check_advantage(advantage: Advantage | str, **options: object) -> None:
-    """Try an advantage, or the one at an import path with these options.
-
-    Raises ContractError that says what is wrong.
-    """
+    """Check an advantage, or the one at an import path with these options; else as `check_loss`."""
     chosen = ADVANTAGES.find(advantage).choose(options) if isinstance(advantage, str) else advantage
     generator = random.Random(0)
     rewards = [[round(generator.uniform(-1, 1), 3) for _ in range(size)] for size in (4, 2, 5)] + [[1.0, 1.0]]
@@ -70,12 +67,12 @@ def check_advantage(advantage: Advantage | str, **options: object) -> None:
 
 
 def _check_order(chosen: Advantage, batch: GroupRewards) -> None:
-    """Check that inputs stay as they are, and that no order makes a difference."""
+    """Check that inputs do not change, and that the order of groups and samples makes no difference."""
     before = copy.deepcopy(batch)
     values = _advantages(chosen, batch)
     if batch != before:
         raise ContractError(f"the advantage {chosen.name} changes its inputs")
-    _check_numbers(chosen, values, _advantages(chosen, batch), "it gives another result when it is called again")
+    _check_numbers(chosen, values, _advantages(chosen, batch), "a second call gives another result")
     for order in itertools.islice(itertools.permutations(range(len(batch.rewards))), 5, None, 7):
         moved = GroupRewards(
             [batch.rewards[g] for g in order], [batch.tokens[g] for g in order], [batch.turns[g] for g in order]
@@ -101,7 +98,7 @@ class _Sequence:
     keep: Tensor
 
     def only(self, chosen: Tensor) -> _Sequence:
-        """Return the sequence of these tokens alone."""
+        """Return the sequence with these tokens only."""
         return _Sequence(self.logprobs[chosen], self.old[chosen], self.advantages[chosen], self.keep[chosen])
 
 
@@ -110,14 +107,14 @@ class _Batch:
     sequences: list[_Sequence]
 
     def inputs(self, leaf_R: Tensor) -> TokenInputs:
-        """Return the inputs of the whole batch, with `leaf_R` ([R]) for the log-probs."""
+        """Return the inputs of the whole batch, with `leaf_R` ([R]) as the log-probs."""
         lengths = [len(each.keep) for each in self.sequences]
         cuts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         old, advantages, keep = (self._joined(name) for name in ("old", "advantages", "keep"))
         return TokenInputs.of(leaf_R, old, advantages, keep, cuts)
 
     def leaf(self) -> Tensor:
-        """Return the log-probs, [R], as a leaf with gradient."""
+        """Return the log-probs, [R], as a leaf that requires a gradient."""
         return self._joined("logprobs").clone().requires_grad_()
 
     def _joined(self, name: str) -> Tensor:
@@ -150,7 +147,7 @@ def _random_batch(seed: int, spread: float = 0.5) -> _Batch:
 
 
 def _result(chosen: Loss, batch: _Batch) -> _Values:
-    """Return what the training loss would take of a loss. Raises ContractError if the loss fails, or is not finite."""
+    """Return what training would use of a loss. Raises ContractError if the loss fails or is not finite."""
     leaf = batch.leaf()
     inputs = batch.inputs(leaf)
     keep = inputs.keep_R
@@ -194,7 +191,7 @@ def _called(chosen: Loss, inputs: TokenInputs) -> TokenLoss:
 
 
 def _check_form(chosen: Loss, batch: _Batch) -> None:
-    """Check that inputs stay as they are, that fp32 stays fp32, and that there is a gradient at all."""
+    """Check that inputs do not change, that fp32 stays fp32, and that there is a gradient."""
     inputs = batch.inputs(batch.leaf())
     before = copy.deepcopy({name: value.detach() for name, value in vars(inputs).items()})
     result = _called(chosen, inputs)
@@ -231,13 +228,13 @@ def _check_masked_tokens(chosen: Loss, batch: _Batch, whole: _Values) -> None:
         )
         for each in batch.sequences
     ]
-    _check_same(chosen, whole, _result(chosen, _Batch(dirty)), "what stands at masked tokens changes it")
+    _check_same(chosen, whole, _result(chosen, _Batch(dirty)), "values at masked tokens change it")
     without = _Batch([each.only(each.keep) for each in batch.sequences])
     _check_same(chosen, whole, _result(chosen, without), "the number of masked tokens changes it")
 
 
 def _check_extremes(chosen: Loss) -> None:
-    """Check that policies which have nothing in common give finite numbers, in fp32 too."""
+    """Check that very different policies give finite numbers, even in fp32."""
     values = torch.tensor([-500.0, -30.0, -1e-6, 0.0])
     pairs = torch.cartesian_prod(values, values, torch.tensor([1.0, -1.0, 0.0]))
     keep = torch.ones(len(pairs), dtype=torch.bool)
@@ -248,8 +245,8 @@ def _check_extremes(chosen: Loss) -> None:
     for (new, old, advantage), loss, slope in zip(pairs.tolist(), loss_R.tolist(), gradient.tolist(), strict=True):
         if not (math.isfinite(loss) and math.isfinite(slope)):
             raise ContractError(
-                f"the loss {chosen.name} is {loss} and its gradient {slope} where the log-prob is {new:g}, the old one "
-                f"{old:g} and the advantage {advantage:g}; bound the ratio, for example with inputs.ratio"
+                f"the loss {chosen.name} is {loss} and its gradient {slope} for log-prob {new:g}, old log-prob {old:g} "
+                f"and advantage {advantage:g}; bound the ratio, for example with inputs.ratio"
             )
 
 
@@ -263,7 +260,7 @@ def _advantages(chosen: Advantage, batch: GroupRewards) -> Advantages:
     try:
         return advantages_of(chosen, batch)
     except Exception as error:
-        turns = f" and turns with the rewards {batch.turn_rewards}" if batch.turn_rewards else ""
+        turns = f" and turn rewards {batch.turn_rewards}" if batch.turn_rewards else ""
         raise ContractError(
             f"the advantage {chosen.name} fails on the rewards {batch.rewards} of samples with {batch.tokens} tokens"
             f"{turns}: {type(error).__name__}: {error}"
@@ -277,7 +274,7 @@ def _check_numbers(chosen: Advantage, one: Advantages, other: Advantages, wrong:
 
 
 def _numbers(advantages: Advantages) -> list[float]:
-    """Return all numbers in their order."""
+    """Return all numbers in order."""
     found: list[float] = []
     for value in itertools.chain(*advantages):
         found += value if isinstance(value, Sequence) else [value]

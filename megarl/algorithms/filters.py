@@ -1,10 +1,10 @@
 """Selects what a batch trains on, from the rewards of its groups: shaping, filter, advantages, counts.
 
-Invariant: every sample that comes in leaves as exactly one of trained, masked, filtered or failed. A sample may have
-several rows (`megarl.common.values`): it has one reward and one advantage, which all of them carry.
+Invariant: every sample ends as exactly one of trained, masked, filtered or failed. A sample may have several rows
+(`megarl.common.values`), which share its reward and its advantage.
 
-The rollout side asks `without_signal` of each finished group before it is queued (dynamic sampling); `shape_batch`
-filters by the same function, so that both sides agree on every group.
+The rollout side calls `without_signal` for each finished group before it is queued (dynamic sampling); `shape_batch`
+filters with the same function, so both sides agree on every group.
 """
 
 from __future__ import annotations
@@ -21,19 +21,14 @@ from megarl.algorithms.interface.registry import Chosen
 from megarl.common.values import by_sample
 from megarl.queue.trajectory import SampleTag
 
-# The shaping of rewards that comes before advantages: overlong responses, truncated ones. Pure Python on floats.
-
 TruncatedPolicy = Literal["keep", "mask", "zero_reward"]
 
 
 def overlong_penalty(length: int, max_tokens: int, buffer: int, penalty: float) -> float:
-    """Return DAPO's soft overlong punishment (arXiv:2503.14476 eq. 13), which is <= 0 and is added to the reward.
+    """Return DAPO's soft overlong punishment (arXiv:2503.14476 eq. 13), <= 0, to be added to the reward.
 
     It is 0 up to `max_tokens - buffer` response tokens, falls linearly to `-penalty` at `max_tokens`, and stays there.
-    `buffer` 0 turns it off.
-
-    Raises:
-        ValueError: the buffer is negative or longer than `max_tokens`.
+    `buffer=0` turns it off. Raises ValueError if the buffer is negative or longer than `max_tokens`.
     """
     if buffer == 0:
         return 0.0
@@ -44,7 +39,7 @@ def overlong_penalty(length: int, max_tokens: int, buffer: int, penalty: float) 
 
 
 def apply_truncation(policy: TruncatedPolicy, truncated: bool, reward: float) -> tuple[float, bool]:
-    """Return one sample's reward, and whether its tokens enter the loss, under the policy `sampling.truncated`.
+    """Return a sample's reward, and whether its tokens enter the loss, under the policy `sampling.truncated`.
 
     `mask` keeps a truncated sample's reward in its group's statistics (DAPO's overlong filtering, arXiv:2503.14476
     section 3.4).
@@ -56,19 +51,19 @@ def apply_truncation(policy: TruncatedPolicy, truncated: bool, reward: float) ->
 
 @dataclass(frozen=True)
 class ShapedSample:
-    """A row that is sent to the trainer. With `trained` False its tokens are masked from the loss.
+    """A row for the trainer. With `trained` False its tokens are masked from the loss.
 
-    `turn_rewards`: of the row's turns, after shaping. `turn_advantages`: their advantages, if there is one for each;
-    `advantage` is then the mean over the turns of the sample.
+    `turn_rewards`: of the row's turns, after shaping. `turn_advantages`: one per turn, or none; if there are any,
+    `advantage` is the mean over the sample's turns.
     """
 
     key: str
-    group: int  # index into the groups that came in
+    group: int  # index into the incoming groups
     reward: float  # after shaping
     advantage: float
     trained: bool = True
     part: int = 0
-    tokens: int = 0  # that the model sampled
+    tokens: int = 0  # sampled by the model
     demonstrated: bool = False
     turn_rewards: tuple[float, ...] = ()
     turn_advantages: tuple[float, ...] = ()
@@ -76,11 +71,11 @@ class ShapedSample:
 
 @dataclass(frozen=True)
 class ShapingSpec:
-    """The options of shaping, as in the configuration sections `algorithm` and `sampling`; lengths in tokens.
+    """The options of shaping, as in the config sections `algorithm` and `sampling`; lengths in tokens.
 
     `permutation_seed`: if given, rewards are first shuffled inside each group (`algorithm.permute_rewards`).
-    `unfiltered`: data sets of which groups with equal rewards are trained too, because a teacher tells their tokens
-    apart. `by_turn`: the advantage is made of the rewards of turns too, so that they are a signal.
+    `unfiltered`: data sets whose groups are trained even with equal rewards, because a teacher provides the signal.
+    `by_turn`: the advantage also uses turn rewards, so they are a signal too.
     """
 
     truncated: TruncatedPolicy
@@ -107,8 +102,8 @@ class ShapedBatch:
 def shape_group(alive: Sequence[Sequence[SampleTag]], spec: ShapingSpec) -> list[tuple[float, bool]]:
     """Return each sample's shaped reward and whether it is trained: truncation policy first, then overlong penalty.
 
-    `alive`: the rows of each sample of one group that did not fail, in the order of their indices. A sample is as long
-    as its longest row, and truncated if one of them is. Demonstrations have the reward 0 and are trained.
+    `alive`: the rows of each sample of one group that did not fail, in index order. A sample is as long as its longest
+    row, and truncated if any row is. Demonstrations have reward 0 and are trained.
     """
     if alive and alive[0][0].demonstrated:
         return [(0.0, True)] * len(alive)
@@ -125,10 +120,10 @@ def shape_group(alive: Sequence[Sequence[SampleTag]], spec: ShapingSpec) -> list
 
 
 def shape_turns(alive: Sequence[Sequence[SampleTag]], spec: ShapingSpec) -> list[list[float]]:
-    """Return the rewards of each sample's turns, over its rows in order, for the samples of `shape_group`.
+    """Return the turn rewards of each sample of `shape_group`, over its rows in order.
 
-    A sample whose reward the truncation policy takes has 0 for each turn. Permuted are the rewards of each turn among
-    the samples that have it.
+    They are 0 if the truncation policy zeroes the sample's reward. A permutation shuffles each turn's rewards among the
+    samples that have the turn.
     """
     found = [[reward for row in rows for reward in row.turn_rewards] for rows in alive]
     if spec.permutation_seed is not None:
@@ -146,15 +141,15 @@ def shape_turns(alive: Sequence[Sequence[SampleTag]], spec: ShapingSpec) -> list
 
 
 def alive_samples(group: Sequence[SampleTag]) -> list[list[SampleTag]]:
-    """Return the rows of those samples of a group that did not fail. One failed row fails its sample."""
+    """Return the rows of a group's samples that did not fail. One failed row fails its sample."""
     return [rows for rows in by_sample(group) if not any(row.failed for row in rows)]
 
 
 def without_signal(group: Sequence[SampleTag], spec: ShapingSpec) -> bool:
-    """Return whether `spec`'s filter drops a group: it has two samples that did not fail, and equal shaped rewards.
+    """Return whether `spec`'s filter drops a group: at least two samples did not fail, all with equal shaped rewards.
 
-    With `by_turn` also the rewards of each turn are equal. A group with fewer is not without signal but failed. The
-    signal of demonstrations and of the data sets that `spec` leaves unfiltered is not in their rewards.
+    With `by_turn` the rewards of each turn must be equal too. A group with fewer samples counts as failed instead.
+    Demonstrations and unfiltered data sets are kept: their signal is not in the rewards.
     """
     alive = alive_samples(group)
     if not spec.filter_zero_variance or len(alive) < 2:
@@ -167,7 +162,7 @@ def without_signal(group: Sequence[SampleTag], spec: ShapingSpec) -> bool:
 
 
 def _turn_by_turn(samples: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return for each turn its rewards in those samples that have it."""
+    """Return for each turn the rewards of the samples that have it."""
     most = max(map(len, samples), default=0)
     return [[each[turn] for each in samples if turn < len(each)] for turn in range(most)]
 
@@ -180,9 +175,9 @@ def shape_batch(
 ) -> ShapedBatch:
     """Shape rewards, drop failed samples, filter groups without variance, compute advantages.
 
-    A group with fewer than two remaining samples has no baseline: the group and its samples count as failed. The
-    filter compares shaped rewards, because the advantages are made of them; a KL term in the reward is added later
-    and has no influence on the filter. `limits`: the `max_tokens` of each group, where they differ.
+    A group with fewer than two remaining samples has no baseline: the group and its samples count as failed. The filter
+    compares shaped rewards, as the advantages do; a KL term in the reward is added later and does not affect it.
+    `limits`: `max_tokens` of each group, if they differ.
 
     Raises:
         ValueError: two rows share a key, the parts of a sample are not in order, or an advantage is not finite.
@@ -230,11 +225,8 @@ def with_advantages(
 ) -> list[list[ShapedSample]]:
     """Return the rows of the groups with the advantages of their rewards, which all rows of a sample share.
 
-    Groups of demonstrations are returned as they are: what they have for a reward must not change a baseline of the
-    whole batch.
-
-    Raises:
-        ValueError: a reward or an advantage is not finite.
+    Groups of demonstrations are returned unchanged: their rewards must not affect a baseline of the whole batch. Raises
+    ValueError if a reward or an advantage is not finite.
     """
     judged = [group for group in groups if not group[0].demonstrated]
     found = iter(_with_advantages(judged, advantage))
@@ -257,13 +249,13 @@ def _with_advantages(
 
 
 def _turn_rewards(groups: Sequence[Sequence[Sequence[ShapedSample]]]) -> list[list[list[float]]]:
-    """Return the rewards of the turns of each sample of each group; empty if there are none."""
+    """Return the turn rewards of each sample of each group; [] if there are none."""
     found = [[[reward for row in rows for reward in row.turn_rewards] for rows in group] for group in groups]
     return found if any(each for group in found for each in group) else []
 
 
 def _with_advantage(rows: Sequence[ShapedSample], value: float | Sequence[float]) -> list[ShapedSample]:
-    """Return the rows of a sample with its advantage, or with those of its turns."""
+    """Return a sample's rows with its advantage, or its turns' advantages."""
     if not isinstance(value, Sequence):
         return [replace(row, advantage=value) for row in rows]
     mean, left = math.fsum(value) / max(1, len(value)), iter(value)

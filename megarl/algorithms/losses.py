@@ -1,4 +1,4 @@
-"""Policy losses, each with its options and its paper. Importing this module registers them in `LOSSES`."""
+"""Policy losses, with options and papers. Importing this module registers them in `LOSSES`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megarl.common.options import Section
 if TYPE_CHECKING:
     from torch import Tensor
 
-# PPO's clipped surrogate, which GRPO and DAPO minimise too: PPO (arXiv:1707.06347 eq. 7), GRPO (arXiv:2402.03300 eq.
-# 3), clip-higher (DAPO, arXiv:2503.14476 eq. 8), dual clip (arXiv:1912.09729 eq. 5).
+# PPO's clipped surrogate (arXiv:1707.06347 eq. 7), also used by GRPO (arXiv:2402.03300 eq. 3); clip-higher (DAPO,
+# arXiv:2503.14476 eq. 8), dual clip (arXiv:1912.09729 eq. 5).
 
 
 class PPOOptions(Section):
@@ -57,9 +57,9 @@ class GSPOOptions(PPOOptions):
 def gspo(inputs: TokenInputs, options: GSPOOptions) -> TokenLoss:
     """Return the clipped surrogate of s_i = exp(mean of log r over the trained tokens of the sequence) (eq. 7).
 
-    The gradient is that of GSPO-token, sg[s_i] pi_t / sg[pi_t] (eq. 14). If the advantage is constant in a sequence,
-    this is the gradient of GSPO itself (section 4.3), which TRL computes with `importance_sampling_level="sequence"`;
-    if it is not, each token's gradient carries its own advantage. A sequence must not be split over micro-batches.
+    The gradient is GSPO-token's, sg[s_i] pi_t / sg[pi_t] (eq. 14). With a constant advantage per sequence it is GSPO's
+    (section 4.3), as in TRL with `importance_sampling_level="sequence"`; otherwise each token's gradient has the
+    token's advantage. Do not split a sequence over micro-batches.
     """
     log_ratio_R = inputs.log_ratio
     means_S = inputs.sequence_means(log_ratio_R.detach())
@@ -67,11 +67,11 @@ def gspo(inputs: TokenInputs, options: GSPOOptions) -> TokenLoss:
     return clipped_surrogate(ratio_R * (1.0 + log_ratio_R - log_ratio_R.detach()), inputs, options)
 
 
-# CISPO (MiniMax-M1, arXiv:2506.13585): the importance weight is clipped, and no token loses its gradient.
+# CISPO (MiniMax-M1, arXiv:2506.13585): the importance weight is clipped, but every token keeps its gradient.
 
 
 class CISPOOptions(Section):
-    """The range of the importance weight. The paper bounds it above only; ScaleRL (arXiv:2510.13786) by 4 to 8."""
+    """The range of the importance weight. The paper only bounds it above; ScaleRL (arXiv:2510.13786) uses 4 to 8."""
 
     clip_low: float | None = Field(None, ge=0, le=1, description="Weight >= 1 - clip_low; null = no lower bound.")
     clip_high: float = Field(4.0, ge=0, description="Weight <= 1 + clip_high.")
@@ -90,7 +90,7 @@ def cispo(inputs: TokenInputs, options: CISPOOptions) -> TokenLoss:
 
 
 class SAPOOptions(Section):
-    """The temperatures of the gate: the higher, the sooner a token loses its gradient as its ratio leaves 1."""
+    """The temperatures of the gate: the higher, the faster the gradient vanishes as the ratio leaves 1."""
 
     tau_positive: float = Field(1.0, gt=0, description="Temperature of tokens with a positive advantage.")
     tau_negative: float = Field(1.05, gt=0, description="Temperature of all other tokens.")
@@ -107,9 +107,9 @@ def sapo(inputs: TokenInputs, options: SAPOOptions) -> TokenLoss:
 
 # DPPO (arXiv:2602.04879): a trust region by the divergence of the policies, not by the ratio of their probabilities.
 #
-# A rare token's ratio leaves PPO's range although the distribution has hardly changed, and a frequent token's stays in
-# it although it has. DPPO estimates the divergence at each token from its probability alone, as if there were two
-# outcomes, this token and any other, and stops the gradient where it is too large and the update would enlarge it.
+# A rare token's ratio can leave PPO's range although the distribution has hardly changed; a frequent token's can stay
+# inside although it has. DPPO estimates the divergence at each token as if there were two outcomes, this token and any
+# other. It stops the gradient where the divergence is too large and the update would increase it.
 
 # Keeps the logarithms finite where a probability is 1; as in verl 0.9.1.
 _TINY = 1e-8
@@ -119,16 +119,16 @@ class DPPOOptions(Section):
     """The trust region, and the bound of the importance weight (section 5.4 of the paper: a large one)."""
 
     divergence: Literal["tv", "kl"] = Field(
-        "tv", description="tv: the total variation of the two outcomes, abs(p - q); kl: the KL of the old to the new."
+        "tv", description="tv: total variation of the two outcomes, abs(p - q); kl: KL(old || new) of the two outcomes."
     )
-    low: float = Field(0.2, ge=0, description="Largest divergence where a token with a negative advantage is trained.")
-    high: float = Field(0.2, ge=0, description="Largest divergence where any other token is trained.")
+    low: float = Field(0.2, ge=0, description="Largest divergence at which tokens of negative advantage are trained.")
+    high: float = Field(0.2, ge=0, description="Largest divergence at which other tokens are trained.")
     cap: float = Field(20.0, ge=1, description="Largest importance weight.")
 
 
 @LOSSES.register("dppo", title="a trust region by divergence (binary TV or KL)", paper="arXiv:2602.04879")
 def dppo(inputs: TokenInputs, options: DPPOOptions) -> TokenLoss:
-    """Return -sg[min(r, cap) M] A log pi of each token; M is 0 outside of the trust region, where A would lead on."""
+    """Return -sg[min(r, cap) M] A log pi of each token; M is 0 outside the trust region if A leads further away."""
     logprobs_R, advantages_R = inputs.logprobs_R.detach(), inputs.advantages_R
     change_R = logprobs_R.exp() - inputs.old_logprobs_R.exp()
     distance_R = change_R.abs() if options.divergence == "tv" else _binary_kl(inputs.old_logprobs_R, logprobs_R)

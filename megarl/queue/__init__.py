@@ -1,1 +1,1 @@
-"""The data plane: the trajectory, its way through TransferQueue, dumps and samples for people to read."""
+"""The data plane: trajectories, their transport through TransferQueue, dumps, and samples for people to read."""

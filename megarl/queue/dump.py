@@ -1,9 +1,9 @@
-"""Writes the batches of a run to disk and reads them back, for `megarl replay` and for the analysis of a stopped run.
+"""Writes a run's batches to disk and reads them back, for `megarl replay` and for analysis after a run.
 
 A step is one or more Parquet files `step_000012.0-of-1.parquet`, one per writer (a DP leader writes the rows that it
-fetched). A file has one row per trajectory and unpadded list columns, so pandas and DuckDB read it directly. A part
-appears atomically, and a step is valid only if all its parts are there. Log-probs are float32, the engine's own type,
-so the round trip is exact; rewards and reward components are float64.
+fetched). A file has one row per trajectory and unpadded list columns, which pandas and DuckDB read directly. Parts
+appear atomically; a step is valid only if all its parts exist. Log-probs are float32, as in the engine, so the round
+trip is exact; rewards and reward components are float64.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 FORMAT = "7"
-# Files of format 1 have neither masks nor streams: all their response tokens are sampled. Before format 3 no tokens of
-# lost updates were trained, before format 4 each sample had one trajectory, and before format 5 no replica is known.
-# Before format 6 no prompt had images, and before format 7 no token had experts to replay.
+# Format 2 added masks and streams (before, all response tokens are sampled), 3 tokens of lost updates, 4 several
+# trajectories per sample, 5 replicas, 6 images, 7 experts to replay.
 READABLE = ("1", "2", "3", "4", "5", "6", FORMAT)
 _PART = re.compile(r"step_(\d{6,})\.(\d+)-of-(\d+)\.parquet")
 
@@ -37,7 +36,7 @@ class DumpError(ValueError):
 
 @dataclass(frozen=True)
 class DumpedBatch:
-    """One step's batch, sorted by (group, sample, part); `version` is that of the weights at the start of the step."""
+    """One step's batch, sorted by (group, sample, part); `version`: of the weights at the start of the step."""
 
     step: int
     version: int
@@ -45,7 +44,7 @@ class DumpedBatch:
 
     @property
     def tags(self) -> list[SampleTag]:
-        """The tags that every rank of the recorded run read, in the order of `trajectories`."""
+        """The tags that every rank read, in the order of `trajectories`."""
         return [trajectory.tag for trajectory in self.trajectories]
 
 
@@ -60,9 +59,8 @@ def write_batch(
 ) -> Path:
     """Write one part of a step's batch atomically (fsync, then rename); return the file.
 
-    With several writers each passes its own `part` of `parts`. A part without rows has to be written as well, because a
-    step is valid only with all its parts. Raises OSError if the file cannot be written and ValueError unless
-    0 <= part < parts.
+    Several writers each pass a different `part` of `parts`. Parts without rows must be written too, because a step is
+    valid only with all its parts. Raises OSError if the file cannot be written, ValueError unless 0 <= part < parts.
     """
     import pyarrow.parquet as pq
 
@@ -86,7 +84,7 @@ def write_batch(
 
 
 def read_batch(directory: Path, step: int) -> DumpedBatch:
-    """Read all parts of one step. Raises DumpError if a part is missing or damaged, or if a sample occurs twice."""
+    """Read all parts of a step. Raises DumpError if a part is missing or damaged, or a sample occurs twice."""
     found = _parts(directory).get(step, {})
     if not found:
         raise DumpError(f"{directory}: no batch of step {step} was recorded (telemetry.dump_batches=true records them)")
@@ -110,7 +108,7 @@ def read_batch(directory: Path, step: int) -> DumpedBatch:
 
 
 def recorded_steps(directory: Path) -> list[int]:
-    """Return the steps of which all parts are there, ascending; empty if the directory does not exist."""
+    """Return the steps with all parts, ascending; [] if the directory does not exist."""
     steps = []
     for step, found in _parts(directory).items():
         totals = {total for _, total in found}
@@ -129,7 +127,7 @@ def _parts(directory: Path) -> dict[int, dict[tuple[int, int], Path]]:
     return steps
 
 
-# The columns that are fields of a trajectory, with the names of their types; a list has those of its elements.
+# The columns that are fields of a trajectory, with type names; a list holds its element type.
 _PLAIN: dict[str, str | list[str]] = {
     "group_id": "int64",
     "sample_index": "int32",
@@ -189,7 +187,7 @@ def _to_table(step: int, version: int, trajectories: Sequence[Trajectory]) -> pa
                 {"name": name, "value": value} for name, value in trajectory.reward_components.items()
             ],
             "images": [vars(image) for image in trajectory.images],
-            "routes": None if trajectory.routes is None else _written(trajectory.routes),
+            "routes": (routes := trajectory.routes) and {"form": routes.form, "content": routes.tobytes()},
             **{
                 stream_column(stream): stream_row(stream, trajectory)
                 for stream in STREAMS.from_rollout

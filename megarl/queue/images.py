@@ -1,6 +1,6 @@
-"""Where the images of a sequence stand among its token ids, and the rotary positions that follow from it. Pure.
+"""The places of a sequence's images among its tokens, and the resulting rotary positions. Pure.
 
-An image is known by the place of its tokens, never by their ids: a model may sample the id of an image's token.
+Images are found by the place of their tokens, never by token ids: a model may sample an image token's id.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-IMAGE_MARK = "<image>"  # stands for an image in the text of a message
+IMAGE_MARK = "<image>"  # marks an image in the text of a message
 
 
 @dataclass(frozen=True)
 class ImageRef:
-    """An image whose merged patches, `height` rows of `width` tokens, stand at token `offset` of a sequence.
+    """An image whose merged patches, `height` rows of `width` tokens, start at token `offset` of a sequence.
 
-    `hash`: the hex digest of the image's bytes and of the processor's settings, which identifies its pixels.
+    `hash`: the hex digest of the image's bytes and the processor's settings, which identifies its pixels.
     """
 
     hash: str
@@ -29,21 +29,21 @@ class ImageRef:
 
     @property
     def tokens(self) -> int:
-        """The number of its tokens."""
+        """The number of tokens."""
         return self.height * self.width
 
     @property
     def end(self) -> int:
-        """The token that follows it."""
+        """The index of the token after it."""
         return self.offset + self.tokens
 
 
 def positions(length: int, images: Sequence[ImageRef]) -> np.ndarray:
     """Return the time, height and width positions of a sequence of `length` tokens, int64 [3, length].
 
-    As those of Qwen2.5-VL and Qwen3-VL for still images (transformers' `get_rope_index`): text moves all three by one;
-    patch (i, j) of an image that begins at position p has (p, p + i, p + j), and what follows it has
-    p + max(height, width). Raises ValueError if images overlap, are out of order or do not lie within the sequence.
+    As in Qwen2.5-VL and Qwen3-VL for still images (transformers' `get_rope_index`): text advances all three by one;
+    patch (i, j) of an image at position p has (p, p + i, p + j), and the next token p + max(height, width). Raises
+    ValueError if images overlap, are out of order or extend beyond the sequence.
     """
     import numpy as np
 

@@ -1,6 +1,6 @@
-"""The experts that an engine has chosen for the tokens of a response, as a trainer replays them.
+"""The experts that an engine chose for the tokens of a response, for the trainer to replay.
 
-Shapes: T tokens, L layers with experts of the model, K experts of a token.
+Shapes: T tokens, L MoE layers of the model, K experts per token.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The experts of consecutive tokens: `experts_TLK`, uint8; uint16 of a model with more than 256 experts.
+    """The experts of consecutive tokens: `experts_TLK`, uint8, or uint16 with more than 256 experts.
 
-    Those of a response begin with its prompt; the last token of all has none, because the engine has not read it.
+    A response's routes start with its prompt and lack its last token, which the engine has not read.
     """
 
     experts_TLK: np.ndarray
@@ -31,34 +31,34 @@ class Routes:
     __hash__ = None  # type: ignore[assignment]
 
     def of(self, start: int, end: int | None = None) -> Routes:
-        """Return those of the tokens from `start` to `end`."""
+        """Return the routes of tokens [start, end)."""
         return Routes(self.experts_TLK[start:end])
 
     @property
     def form(self) -> list[int]:
-        """Its shape and the bytes of a number, with which `read` makes it from its bytes."""
+        """Shape and item size in bytes, as `read` needs them."""
         return [*self.experts_TLK.shape, self.experts_TLK.itemsize]
 
     def tobytes(self) -> bytes:
-        """Return its numbers in the machine's byte order."""
+        """Return the numbers in native byte order."""
         return self.experts_TLK.tobytes()
 
     @classmethod
     def read(cls, form: list[int], content: bytes | memoryview) -> Routes:
-        """Return those that have this `form`. Raises ValueError for other bytes."""
+        """Return the routes with this `form`. Raises ValueError if `content` does not fit it."""
         *shape, itemsize = form
         return cls(np.frombuffer(content, dtype=f"u{itemsize}").reshape(shape))
 
 
 def joined(*parts: Routes | None) -> Routes | None:
-    """Return the parts one after the other; None if there are none."""
+    """Return the concatenated parts; None if there are none."""
     some = [part.experts_TLK for part in parts if part is not None]
     return Routes(np.concatenate(some) if len(some) > 1 else some[0]) if some else None
 
 
 @dataclass(frozen=True)
 class RoutesSpec:
-    """What the experts of a model's token are: `topk` different ones of `experts` at each of `layers`."""
+    """The routes that a model needs per token: `topk` different ones of `experts` in each of `layers`."""
 
     layers: int
     topk: int
@@ -67,14 +67,14 @@ class RoutesSpec:
     def problem(self, routes: Routes | None, tokens: int) -> str:
         """Return why the experts of `tokens` tokens cannot be replayed; "" if they can.
 
-        The trainer must not see them: Megatron-Core would route to fewer experts, or to none, without an error.
+        Without this check Megatron-Core would silently route to fewer experts, or to none.
         """
         if routes is None:
             return "it has no experts to replay"
         wanted = (tokens, self.layers, self.topk)
         if routes.experts_TLK.shape != wanted:
             return f"its experts have the shape {list(routes.experts_TLK.shape)}, not {list(wanted)}"
-        # Rows of one expert each: a comparison of two takes a tenth of the time that sorting each token's would.
+        # Comparing columns of experts takes a tenth of the time of sorting each token's.
         rows = np.ascontiguousarray(routes.experts_TLK.reshape(-1, self.topk).T)
         if rows.size and not 0 <= rows.min() <= rows.max() < self.experts:
             return f"a token has expert {rows.max() if rows.min() >= 0 else rows.min()} of {self.experts}"

@@ -1,11 +1,10 @@
 """Converts trajectories to rows of the trajectory queue and back: one column of bytes, and a tag of scalars as JSON.
 
-All numbers of a trajectory are in one column, because the work of TransferQueue (0.1.11) for a put or a fetch is done
-for each row and column, whatever their size. A row is a head of four int64 (the numbers of prompt tokens, of response
-tokens, and of values that its version spans have, and a bit for each optional stream that it has), then the values of
-`_layout` in the machine's byte order.
+All numbers of a trajectory share one column, because TransferQueue (0.1.11) works per row and column, whatever their
+size. A row is a head of four int64 (prompt tokens, response tokens, values of the version spans, and a bit per optional
+stream), then the values of `_layout` in native byte order.
 
-Shapes: B the bytes of all rows.
+Shapes: B bytes of all rows.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
 COLUMN = "trajectory"
 TAG = "tag"
 _HEAD = 4  # numbers in a row's head
-_FIELDS = ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask")  # those that a row has as they are
-_TEXTS = ("failure", "reward_error")  # in the tags, but not of those that every rank reads; so are images
+_FIELDS = ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask")  # stored unchanged
+_TEXTS = ("failure", "reward_error")  # in the tags, but like images not in `SampleTag`
 _ROUTES = "routes"  # in the tags of rows that end with their experts: `Routes.form`
-_IMAGES = "images"  # in the tags of rows that have some: hash, offset, height and width of each
+_IMAGES = "images"  # in the tags of rows with images: hash, offset, height and width of each
 _SCALARS = (
     "group_id", "sample_index", "finish_reason", "reward", "reward_components", "status", *_TEXTS, "dataset", "part",
     "demonstrated", "turn_rewards", "turn_starts",
@@ -43,7 +42,7 @@ _SPAN = 6  # version, start, end, lost, epoch, replica
 _CODES = {"int64": "q", "float32": "f", "bool": "b"}  # of `array`, by the dtype of a stream
 
 
-Row: TypeAlias = "tuple[bytes, dict[str, str]]"  # before it is one of a column: its bytes and its tag
+Row: TypeAlias = "tuple[bytes, dict[str, str]]"  # content and tag
 
 
 def encode_row(trajectory: Trajectory) -> Row:
@@ -52,25 +51,25 @@ def encode_row(trajectory: Trajectory) -> Row:
 
 
 def encode_file(content: bytes) -> Row:
-    """Return the row of an image's file, which has no tag."""
+    """Return the row of an image's file, with an empty tag."""
     return content, {TAG: "{}"}
 
 
 def encode(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, list[dict[str, str]]]:
     """Return (TensorDict of one jagged uint8 column, tags), one row per trajectory.
 
-    Token ids are int32 in it, masks int8, log-probs float32 and bitwise equal to the engine's.
+    Token ids are int32, masks int8, log-probs float32 and bitwise equal to the engine's.
     """
     return join_rows([encode_row(trajectory) for trajectory in trajectories])
 
 
 def join_rows(encoded: Collection[Row]) -> tuple[TensorDict, list[dict[str, str]]]:
-    """Return what `encode` returns, for rows that are encoded already."""
+    """Return what `encode` returns, for encoded rows."""
     import torch
     from tensordict import TensorDict
 
     rows = [content for content, _ in encoded]
-    # One tensor for all rows, because a tensor per row takes six times as long.
+    # One tensor for all rows: a tensor per row takes six times as long.
     values_B = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
     offsets = torch.tensor([0, *accumulate(map(len, rows))], dtype=torch.int64)
     column = torch.nested.nested_tensor_from_jagged(values_B, offsets)
@@ -91,7 +90,7 @@ def _layout(head: Sequence[int], streams: Sequence[Stream]) -> list[tuple[str, s
 
 
 def _declared() -> tuple[list[Stream], list[Stream]]:
-    """Return the streams that every row has, and the optional ones; processes may have declared them in any order."""
+    """Return the streams that every row has, and the optional ones, sorted: the order of declaration may differ."""
     known = sorted(STREAMS.from_rollout, key=lambda stream: stream.name)
     return [stream for stream in known if not stream.optional], [stream for stream in known if stream.optional]
 
@@ -119,8 +118,8 @@ def _content_of(trajectory: Trajectory) -> bytes:
 
 
 def _tag(trajectory: Trajectory) -> dict[str, str]:
-    # One text, because the library copies each value of a tag three times on its way (`copy.deepcopy`).
-    # `asdict` would copy every value of every field recursively.
+    # One string, because the library deep-copies each value of a tag three times. Not `asdict`, which would copy every
+    # field recursively.
     images = {_IMAGES: [astuple(image) for image in trajectory.images]} if trajectory.images else {}
     routes = {} if trajectory.routes is None else {_ROUTES: trajectory.routes.form}
     texts = {name: getattr(trajectory, name) for name in _TEXTS}
@@ -142,7 +141,7 @@ def decode_tag(tag: Mapping[str, str]) -> SampleTag:
 
 
 def decode(data: TensorDict, tags: Sequence[Mapping[str, str]]) -> list[Trajectory]:
-    """Return the trajectories of `encode`'s column and tags. Raises ValueError for a row that `encode` has not made."""
+    """Return the trajectories of `encode`'s column and tags. Raises ValueError for a row that `encode` did not make."""
     trajectories = []
     for row, tag in zip(_rows(data[COLUMN]), map(_content, tags), strict=True):
         form = tag.get(_ROUTES)
@@ -158,7 +157,7 @@ def decode(data: TensorDict, tags: Sequence[Mapping[str, str]]) -> list[Trajecto
 
 
 def files_of(data: TensorDict) -> list[bytes]:
-    """Return the files in a column of `encode_file`."""
+    """Return the files in a column of `encode_file` rows."""
     return [bytes(row) for row in _rows(data[COLUMN])]
 
 
@@ -172,8 +171,8 @@ def _values(row: memoryview, key: str) -> dict[str, list[Any]]:  # of int, float
     needed = start + sum(count * part.itemsize for (*_, count), part in zip(layout, parts, strict=True))
     if needed != len(row) or head[2] % _SPAN:
         raise ValueError(
-            f"the row of sample {key} has {len(row)} bytes, but its head {head.tolist()} means {needed} and spans of "
-            f"{_SPAN} values; or this process has declared other streams: {[stream.name for stream in streams]}"
+            f"the row of sample {key} has {len(row)} bytes, but its head {head.tolist()} needs {needed} and spans of "
+            f"{_SPAN} values; or this process declares other streams: {[stream.name for stream in streams]}"
         )
     values: dict[str, list[Any]] = {}
     for (name, _, count), part in zip(layout, parts, strict=True):
@@ -187,7 +186,7 @@ def _values(row: memoryview, key: str) -> dict[str, list[Any]]:  # of int, float
 
 
 def _rows(column: torch.Tensor) -> list[memoryview]:
-    """Return the bytes of each row. The library returns a dense tensor if all rows have the same length."""
+    """Return the bytes of each row. The library returns a dense tensor if all rows are equally long."""
     if not column.is_nested:
         return [memoryview(row.numpy()) for row in column.contiguous()]
     jagged: Any = column  # torch's types do not know the methods of nested tensors

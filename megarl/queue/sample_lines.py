@@ -1,4 +1,4 @@
-"""Lines of `samples.jsonl`: a few trajectories of every step as text, for human readers."""
+"""Lines of `samples.jsonl`: a few trajectories of every step as text, for people to read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from megarl.queue.trajectory import Trajectory, VersionSpan, key_order
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids -> text. Special tokens are kept, because they are part of the model's output."""
+"""Token ids -> text, including special tokens, which are part of the model's output."""
 
 
 def choose_keys(keys: Sequence[str], count: int, seed: int, step: int) -> list[str]:
     """Draw `count` of a batch's sample keys, or all if there are fewer; return them in (group, sample, part) order.
 
-    The random draw depends only on the seed, the step and the set of keys, not on the order of `keys`.
+    The draw depends only on seed, step and the set of keys, not on their order.
     """
     ordered = sorted(keys, key=key_order)
     if count >= len(ordered):
@@ -28,9 +28,9 @@ def choose_keys(keys: Sequence[str], count: int, seed: int, step: int) -> list[s
 
 
 def sample_record(step: int, trajectory: Trajectory, decode: Decode, reference: str | None) -> dict[str, Any]:
-    """Return one line of `samples.jsonl` as JSON content; a reward that is not finite becomes None.
+    """Return one line of `samples.jsonl` as JSON content; a non-finite reward becomes None.
 
-    `reference` is the problem's reference answer, None if it is unknown.
+    `reference`: the problem's reference answer, None if unknown.
     """
     return {
         "step": step,
@@ -56,7 +56,7 @@ def sample_record(step: int, trajectory: Trajectory, decode: Decode, reference: 
 
 
 def _parts(trajectory: Trajectory, decode: Decode) -> list[dict[str, str]]:
-    """Return the text of what the model sampled and of what was inserted, in turn."""
+    """Return the text of the sampled and the inserted parts, in order."""
     parts, start = [], 0
     for sampled, tokens in groupby(trajectory.response_mask):
         end = start + len(list(tokens))
@@ -70,10 +70,7 @@ def _finite(value: float) -> float | None:
 
 
 def _span(span: VersionSpan) -> dict[str, int]:
-    """Return a span; without `lost` and `epoch` if no updates of its weights were lost, as is the rule.
-
-    Also without `replica` if that is not known.
-    """
+    """Return a span, without `lost` and `epoch` if no updates were lost, and without an unknown `replica`."""
     left_out = set() if span.lost else {"lost", "epoch"}
     left_out |= set() if span.replica >= 0 else {"replica"}
     return {name: value for name, value in asdict(span).items() if name not in left_out}

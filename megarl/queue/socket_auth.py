@@ -1,14 +1,13 @@
-"""Locks the sockets of TransferQueue 0.1.11 with ZMQ CURVE: a message is read only from a process of the run.
+"""Locks the sockets of TransferQueue 0.1.11 with ZMQ CURVE, so that only processes of the run can send messages.
 
 TransferQueue unpickles what it receives (serial_utils.py), so anyone who reaches one of its ports could run code in the
-process behind it. `lock` replaces `create_zmq_socket` (zmq_utils.py), through which the library makes all of its
-sockets. ROUTER sockets, which the controller and the storage units bind, take the server's key and admit one public key
-only, that of the run's clients; DEALER sockets, which connect, take the clients' key. libzmq checks the keys in the
-handshake and every later frame against them, before Python sees anything of it. Both key pairs derive from the run's
-token (megarl/common/trust/run_secret.py), and the server's public key is secret too: a stranger cannot begin a
-handshake.
+process behind it. `lock` replaces `create_zmq_socket` (zmq_utils.py), which creates all of the library's sockets.
+ROUTER sockets, which the controller and the storage units bind, use the server's key and admit only the public key of
+the run's clients; DEALER sockets, which connect, use the clients' key. libzmq checks the keys in the handshake and in
+every later frame, before Python sees it. Both key pairs derive from the run's token
+(megarl/common/trust/run_secret.py). The server's public key is secret too, so a stranger cannot start a handshake.
 
-When the required version of TransferQueue changes, check where the new one makes sockets.
+When the required version of TransferQueue changes, check where the new one creates sockets.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ ZAP_ADDRESS = "inproc://zeromq.zap.01"  # where libzmq asks about each client (Z
 
 @dataclass(frozen=True)
 class KeyPair:
-    """One side's keys of CURVE, in Z85."""
+    """One side's CURVE keys, in Z85."""
 
     public: bytes
     secret: bytes
@@ -42,7 +41,7 @@ class KeyPair:
 
 @functools.cache
 def key_pair(side: str) -> KeyPair:
-    """Return the keys of `side`, `server` or `client`. Raises ValueError if the process has no token of the run."""
+    """Return the keys of `side`, `server` or `client`. Raises ValueError if the process lacks the run's token."""
     import zmq
     from zmq.utils import z85
 
@@ -56,7 +55,7 @@ def lock() -> None:
     Raises RuntimeError if another version of TransferQueue is installed.
     """
     if (found := metadata.version(LIBRARY)) != VERSION:
-        raise RuntimeError(f"megarl knows where {LIBRARY} {VERSION} makes sockets, but {found} is installed")
+        raise RuntimeError(f"megarl can only lock {LIBRARY} {VERSION}, but {found} is installed; install {VERSION}")
     from transfer_queue import controller
     from transfer_queue.storage import simple_storage
     from transfer_queue.storage.managers import base
@@ -71,9 +70,9 @@ def lock() -> None:
 def create_locked_socket(
     ctx: zmq.Context[Any], socket_type: int, ip: str, identity: bytes | None = None
 ) -> zmq.Socket[Any]:
-    """Make a socket as the library does, and lock it. Raises ValueError for a type that the library does not use.
+    """Create a socket as the library does, and lock it. Raises ValueError for a type that the library does not use.
 
-    Ray sends the library's actor classes with this function by name; an actor's process applies the patch here.
+    Ray sends the library's actor classes with this function by name, so an actor's process applies the patch here.
     """
     import zmq
 
@@ -101,8 +100,7 @@ def create_locked_socket(
 def _answer_for(ctx: zmq.Context[Any]) -> None:
     """Start the thread that answers libzmq's questions about clients of this context, unless it has one.
 
-    `zmq.auth.thread` has such a thread too, but it does not end with its context, and a storage unit that ends would
-    wait for it without bound.
+    `zmq.auth.thread` does not end with its context: a storage unit that ends would wait for it forever.
     """
     import zmq
 
@@ -120,7 +118,7 @@ def _answer_for(ctx: zmq.Context[Any]) -> None:
 
 
 def _answer(questions: zmq.Socket[bytes], admitted: bytes) -> None:
-    """Answer until the context ends: status 200 for a client with the key `admitted`, 400 for any other."""
+    """Answer until the context ends: status 200 for clients with the key `admitted`, 400 for all others."""
     import zmq
     from zmq.utils import z85
 

@@ -1,8 +1,8 @@
 """Per-token streams: named series with one value per response token, each declared once.
 
-A stream made by the rollout side is transported in `Trajectory.streams` through the queue and the recorded batches; one
-made by the trainer is added to the trainer's samples. Both are then packed with the tokens and passed to the loss under
-their names. A new stream needs only its declaration.
+Streams of the rollout side travel in `Trajectory.streams` through the queue and the recorded batches; the trainer adds
+its streams to its samples. Both are packed with the tokens and passed to the loss by name. A new stream needs only its
+declaration.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ DType = Literal["float32", "int64", "bool"]
 class Stream:
     """The declaration of a stream; `made_by` is the side that produces it.
 
-    `fill` is the value for the tokens of a trajectory without this stream, and for padding. `optional`: it is not
-    transported for a trajectory that lacks it, and is packed for all samples if one of them has it.
+    `fill`: the value for trajectories without this stream, and for padding. `optional`: trajectories may lack it; it is
+    then not transported, and packed for all samples if one of them has it.
     """
 
     name: str
@@ -41,14 +41,14 @@ class StreamRegistry:
             self.declare(stream)
 
     def declare(self, stream: Stream) -> Stream:
-        """Add a stream and return it. Raises ValueError if the name has another declaration already."""
+        """Add a stream and return it. Raises ValueError if the name has a different declaration."""
         known = self._streams.setdefault(stream.name, stream)
         if known != stream:
             raise ValueError(f"stream {stream.name!r} is declared already: {known}; choose another name")
         return stream
 
     def __getitem__(self, name: str) -> Stream:
-        """Return the stream `name`; raises KeyError that lists the declared streams if there is none."""
+        """Return the stream `name`. Raises KeyError listing the declared streams if there is none."""
         if name not in self._streams:
             raise KeyError(f"stream {name!r} is not declared; declared are {', '.join(self._streams)}")
         return self._streams[name]
@@ -58,7 +58,7 @@ class StreamRegistry:
 
     @property
     def from_rollout(self) -> list[Stream]:
-        """The streams that are transported by the queue, in the order of their declaration."""
+        """The streams that travel through the queue, in declaration order."""
         return [stream for stream in self if stream.made_by == "rollout"]
 
 
@@ -93,15 +93,12 @@ STREAMS = StreamRegistry(
 
 
 def stream_column(stream: Stream) -> str:
-    """Return the name of a stream's column; it differs from every field of a trajectory."""
+    """Return the name of a stream's column; it is not a field of a trajectory."""
     return f"stream_{stream.name}"
 
 
 def stream_row(stream: Stream, trajectory: Trajectory) -> list[float]:
-    """Return a stream's values for one trajectory, one per response token.
-
-    Raises ValueError if the trajectory holds another number of values.
-    """
+    """Return a stream's values for a trajectory, one per response token. Raises ValueError for another number."""
     tokens = len(trajectory.response_ids)
     convert = {"float32": float, "int64": int, "bool": bool}[stream.dtype]
     values = [convert(value) for value in trajectory.streams.get(stream.name, [stream.fill] * tokens)]

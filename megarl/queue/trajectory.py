@@ -15,7 +15,7 @@ from megarl.queue.routes import Routes
 FinishReason = Literal["stop", "length", "abort"]
 SampleStatus = Literal["ok", "failed"]
 
-# vLLM's value for a log-prob that is NaN or missing. It must never be averaged.
+# vLLM's value for a NaN or missing log-prob. Never average it.
 MISSING_LOGPROB = -9999.0
 
 # The columns of a trajectory, and how `array` writes them.
@@ -23,8 +23,8 @@ COLUMN_CODES = {"prompt_ids": "i", "response_ids": "i", "rollout_logprobs": "f",
 
 
 def first_bad_logprob(logprobs: Sequence[float]) -> int | None:
-    """Return the position of the first log-prob that is not finite, or missing; None if all are sound."""
-    # A sum is not finite if one of its values is not. A loop in Python takes several times as long.
+    """Return the position of the first non-finite or missing log-prob; None if all are valid."""
+    # The sum is not finite if any value is not. A loop in Python takes several times as long.
     if math.isfinite(sum(logprobs)) and min(logprobs, default=0.0) > MISSING_LOGPROB:
         return None
     bad = (not math.isfinite(value) or value <= MISSING_LOGPROB for value in logprobs)
@@ -35,9 +35,8 @@ def first_bad_logprob(logprobs: Sequence[float]) -> int | None:
 class VersionSpan:
     """Response tokens [start, end) were produced by weights of `version`.
 
-    `lost`: the number of the last updates of these weights that a resume has discarded, made in restart epoch `epoch`.
-    Both are 0 for weights of the history that is trained. `replica`: index of the engine's replica; -1 if it is not
-    known.
+    `lost`: how many of these weights' last updates a resume has discarded, made in restart epoch `epoch`; both are 0
+    for weights of the committed history. `replica`: index of the engine's replica; -1 if unknown.
     """
 
     version: int
@@ -49,10 +48,9 @@ class VersionSpan:
 
     @property
     def counts_as(self) -> int:
-        """The version of the history that is as many updates away from any later one as these weights are.
+        """The version of the committed history at the same distance, in updates, from any later one.
 
-        From weights with lost updates it is `lost` updates back to the history, and then forward from there. It may be
-        negative.
+        From weights with lost updates it is `lost` updates back to the history, then forward. May be negative.
         """
         return self.version - 2 * self.lost
 
@@ -62,23 +60,22 @@ class Trajectory:
     """One prompt and the tokens that followed it. Token ids and per-token values are unpadded lists.
 
     Attributes:
-        rollout_logprobs: the engine's *processed* log-probs (temperature applied), one per response token, EOS too.
+        rollout_logprobs: the engine's *processed* log-probs (temperature applied), one per response token, with EOS.
         versions: the weight versions that produced the response, as consecutive spans of tokens.
-        response_mask: 1 for tokens that the model sampled, 0 for tokens that were inserted (a tool's output). If it is
-            omitted, all response tokens are sampled.
+        response_mask: 1 for tokens that the model sampled, 0 for inserted tokens (a tool's output). Default: all 1.
         status: `failed` marks a sample that is counted but must never be trained on; `failure` gives the reason.
-        reward_error: why the reward function gave no reward; "" if it did. The sample has failed, or its reward is
-            that of `reward.on_error`.
+        reward_error: why the reward function returned no reward; "" if it did. Then the sample has failed, or its
+            reward is that of `reward.on_error`.
         streams: further values per response token (`megarl.queue.streams`).
         dataset: the name of the prompt's data set; "" if the run has only one.
-        part: which trajectory of its sample this is. An agent may return several of one sample, with equal rewards.
-        turn_rewards: what the model's turns have earned next to `reward`, in order; empty for none. `turn_starts`: the
+        part: which trajectory of its sample this is. An agent may return several per sample, with equal rewards.
+        turn_rewards: rewards of the model's turns in addition to `reward`, in order; empty for none. `turn_starts`: the
             first response token of each of these turns.
-        images: the images of the sequence in the order of their offsets; empty for none.
-        files: those of images that are not of the prompt, by hash; not part of the row.
-        routes: the experts of the tokens of prompt and response but the last; None: no engine has returned any.
-        demonstrated: the response was given with the data and no weights have made it: it has neither versions nor a
-            reward, its log-probs are 0, and it is trained by the loss term `ce` alone.
+        images: the images of the sequence, by offset; empty for none.
+        files: the image files that the prompt lacks, by hash; not part of the row.
+        routes: the experts of the tokens of prompt and response except the last; None: no engine returned any.
+        demonstrated: the response comes from the data, not from a model: it has neither versions nor a reward, its
+            log-probs are 0, and only the loss term `ce` trains it.
     """
 
     group_id: int
@@ -115,14 +112,14 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """The version that the oldest sampled token counts as and staleness is counted from; -1 if none was sampled."""
+        """The `counts_as` of the oldest sampled token, from which staleness is counted; -1 if none was sampled."""
         return min((span.counts_as for span in self.versions), default=-1)
 
     @cached_property
     def columns(self) -> dict[str, bytes]:
-        """The tokens and what each of them has, as bytes by the name of the field, for the queue and for the journal.
+        """Tokens and per-token values as bytes, by field name, for the queue and the journal.
 
-        Token ids are int32 in it, log-probs float32, the mask int8, in the machine's byte order.
+        Token ids are int32, log-probs float32, the mask int8, in native byte order.
         """
         return {name: packed(code, getattr(self, name)) for name, code in COLUMN_CODES.items()}
 
@@ -152,7 +149,7 @@ class Trajectory:
         )
 
     def _version_tokens(self) -> dict[str, int]:
-        """Return the number of sampled tokens by the version that they count as."""
+        """Return the number of sampled tokens by version (`counts_as`)."""
         counts: dict[str, int] = {}
         for span in self.versions:
             name = str(span.counts_as)
@@ -161,7 +158,7 @@ class Trajectory:
 
     @property
     def has_bad_logprobs(self) -> bool:
-        """True for a failed sample whose engine has returned log-probs that are not finite. It keeps its tokens."""
+        """True for a failed sample whose engine returned non-finite log-probs. It keeps its tokens."""
         return self.status == "failed" and first_bad_logprob(self.rollout_logprobs) is not None
 
 
@@ -169,11 +166,10 @@ class Trajectory:
 class SampleTag:
     """The summary of a trajectory that every rank reads for all samples of a batch: scalars, no tokens.
 
-    `response_tokens` counts all tokens after the prompt, `sampled_tokens` those of them that the model sampled.
-    `bad_logprobs`: the sample has failed, and its engine has returned log-probs that are not finite. `replicas`:
-    indices of the replicas that are known to have sampled tokens of it, sorted. `version_tokens`: the sampled tokens by
-    the version that they count as (`VersionSpan.counts_as`), as text. `demonstrated`: as `Trajectory.demonstrated`;
-    such a sample is never stale. `turn_rewards`, `turn_starts`: as those of `Trajectory`.
+    `response_tokens` counts all tokens after the prompt, `sampled_tokens` those that the model sampled. `bad_logprobs`:
+    as `Trajectory.has_bad_logprobs`. `replicas`: sorted indices of the known replicas that sampled tokens of it.
+    `version_tokens`: the number of sampled tokens by version (`VersionSpan.counts_as`), as text. The other fields are
+    as in `Trajectory`; a demonstrated sample is never stale.
     """
 
     key: str
@@ -213,7 +209,7 @@ class SampleTag:
 
 
 def sample_key(group_id: int, sample_index: int, part: int = 0) -> str:
-    """Return the key of a row in the queue: `group:sample`, and `group:sample.part` for the later parts of a sample."""
+    """Return the key of a row in the queue: `group:sample`, or `group:sample.part` for later parts of a sample."""
     return f"{group_id}:{sample_index}.{part}" if part else f"{group_id}:{sample_index}"
 
 

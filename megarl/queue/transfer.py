@@ -1,12 +1,12 @@
 """The trajectory queue on top of TransferQueue: unpadded rows, one for each part of a sample (`row_format.py`).
 
 The rollout controller starts TransferQueue's actors (`start_queue`); all other processes attach by name
-(`QueueWriter.attach`, `QueueReader.attach`). Actor names and the partition contain the run and its attempt, so that two
-runs on one Ray cluster, or a run and its restart, never see each other's rows. Every call ends within `timeout_s` or
-raises TimeoutError.
+(`QueueWriter.attach`, `QueueReader.attach`). Actor names and the partition contain the run and its attempt, so two runs
+on one Ray cluster, or a run and its restart, never see each other's rows. Every call ends within `timeout_s` or raises
+TimeoutError.
 
-The library's low-level calls are used instead of `transfer_queue.init()` (0.1.11), because `init` uses one fixed
-controller name per cluster, ignores its config if a controller exists, and waits for the controller without a timeout.
+`transfer_queue.init()` (0.1.11) is not used: it has one fixed controller name per cluster, ignores its config if a
+controller exists, and waits for the controller without a timeout.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BACKEND = "SimpleStorage"
-PUT_INTERVAL_S = 0.05  # between the beginnings of two puts while more groups are to follow
+PUT_INTERVAL_S = 0.05  # between the starts of two puts while more groups are expected
 _NO_FILES: Mapping[str, bytes] = {}
-_RETRY_S = 0.5  # until a process that cannot be reached is asked again
-SLICE_S = 2.0  # how often a wait looks whether the queue's processes have ended
+_RETRY_S = 0.5  # between calls of an unreachable process
+SLICE_S = 2.0  # how often a wait checks that the queue's processes are alive
 
 
 def image_key(group_id: int, name: str) -> str:
-    """Return the key of the row that holds the file of an image of a group; `name`: the image's hash."""
+    """Return the key of the row with an image file of a group; `name`: the image's hash."""
     return f"{group_id}:image:{name}"
 
 
 def quiet_library() -> None:
-    """Set the environment that TransferQueue reads at import: one thread (else every call warns), errors only."""
+    """Set the environment that TransferQueue reads on import: one thread (else every call warns), errors only."""
     os.environ.setdefault("TQ_NUM_THREADS", "1")
     os.environ.setdefault("TQ_CLIENT_ZMQ_IO_THREADS", "1")
     os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
@@ -59,10 +59,10 @@ def _controller_name(partition: str) -> str:
 
 
 def bounded(function: Callable[[], T], timeout_s: float, what: str) -> T:
-    """Run a library call that has no timeout of its own in a daemon thread; raise TimeoutError after `timeout_s`.
+    """Run a library call without a timeout in a daemon thread; raise TimeoutError after `timeout_s`.
 
     The thread of a late call keeps running. If it waits inside Ray, the process crashes at `ray.shutdown()` (Ray
-    2.60.0); callers should therefore check beforehand whether a call would wait for long.
+    2.60.0), so callers should first check whether a call would wait for long.
     """
     call = call_in_thread(function, name=what)
     if not wait([call], timeout_s).done:
@@ -71,16 +71,16 @@ def bounded(function: Callable[[], T], timeout_s: float, what: str) -> T:
 
 
 class QueueServer:
-    """The handles of the queue's actors, which live until `close` or the end of this process."""
+    """Handles of the queue's actors, which live until `close` or the end of this process."""
 
     def __init__(self, controller: ActorHandle, storage: dict[str, ActorHandle]) -> None:
         self.controller = controller
         self.storage = storage
 
     async def check(self, timeout_s: float) -> None:
-        """Raise RolloutError naming the first actor that has died, or that does not answer within `timeout_s`.
+        """Raise RolloutError naming the first actor that has died or does not answer within `timeout_s`.
 
-        One that cannot be reached is asked again until then: the network may be cut for a short time.
+        Until then an unreachable actor is retried: the network may be down briefly.
         """
         for name, handle in {"the controller": self.controller, **self.storage}.items():
             try:
@@ -100,7 +100,7 @@ class QueueServer:
 
 
 async def _reach(actor: ActorHandle) -> None:
-    """Wait until an actor of the queue answers; while it cannot be reached, ask it again."""
+    """Wait until an actor of the queue answers; retry while it is unreachable."""
     import ray
 
     while True:
@@ -108,7 +108,7 @@ async def _reach(actor: ActorHandle) -> None:
             await actor.get_zmq_server_info.remote()
             return
         except ray.exceptions.ActorUnavailableError as error:
-            logger.warning("a process of the trajectory queue cannot be reached and is asked again: %s", error)
+            logger.warning("a process of the trajectory queue is unreachable; trying again: %s", error)
             await asyncio.sleep(_RETRY_S)
 
 
@@ -117,10 +117,10 @@ def start_queue(
 ) -> QueueServer:
     """Start the controller and the storage units of a run; the calling process owns them.
 
-    Those of an earlier queue, whose owner has died, may still be ending: their names and CPUs are waited for.
-    `node_resource` is a Ray resource that only the pool's nodes have; None means every node (single-host runs). Needs
-    1 + storage_units logical CPUs. Raises TimeoutError that names the missing resource (the library would wait without
-    end), and ValueError if no node has `node_resource`.
+    Waits for the names and CPUs of an earlier queue whose owner has died. `node_resource`: a Ray resource that only the
+    pool's nodes have; None means every node (single-host runs). Needs 1 + storage_units logical CPUs. Raises
+    TimeoutError naming the missing resource (the library would wait forever), and ValueError if no node has
+    `node_resource`.
     """
     quiet_library()
     lock()
@@ -130,7 +130,7 @@ def start_queue(
     # Called only for its ValueError if no node has the resource.
     get_node_round_robin_scheduling_strategies(storage_units, required_node_resource=node_resource)
     needed, deadline = 1 + storage_units, time.monotonic() + timeout_s
-    # Checked first: an actor that finds no CPU would leave a thread waiting in Ray without end (see `bounded`).
+    # Checked first: an actor without a CPU would leave a thread waiting in Ray forever (see `bounded`).
     while (available := ray.available_resources().get("CPU", 0)) < needed:
         if time.monotonic() > deadline:
             raise TimeoutError(
@@ -147,7 +147,7 @@ def start_queue(
 
 
 def _await_names(names: Sequence[str], namespace: str, deadline: float) -> None:
-    """Wait until no actor has one of `names`. Raises TimeoutError naming the first that has at the deadline."""
+    """Wait until no actor has one of `names`. Raises TimeoutError naming the first that still exists then."""
     import ray
 
     for name in names:
@@ -157,7 +157,7 @@ def _await_names(names: Sequence[str], namespace: str, deadline: float) -> None:
             except ValueError:
                 break
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the new trajectory queue waited for the end of {name} of an earlier one")
+                raise TimeoutError(f"the new trajectory queue waited for an earlier one's {name} to end")
             time.sleep(0.1)
 
 
@@ -192,7 +192,7 @@ class _Client:
     def __init__(
         self, client: TransferQueueClient, partition: str, timeout_s: float, check: Callable[[], None], who: str = ""
     ) -> None:
-        """`who`: the name of this process in messages; by default its pid."""
+        """`who`: this process's name in messages; default: its pid."""
         self._client, self._who = client, who or f"process {os.getpid()}"
         self.partition = partition
         self.timeout_s = timeout_s
@@ -205,9 +205,8 @@ class _Client:
     ) -> Self:  # fmt: skip
         """Connect to the queue of `partition`; Ray must be initialised.
 
-        `check` raises if the queue's processes have ended; a call that waits then raises the same, and soon. `who`: the
-        name of this process in messages; by default its pid. Raises TimeoutError if the queue does not exist within
-        `timeout_s`.
+        `check` raises if the queue's processes have ended; waiting calls then soon raise the same. `who`: this
+        process's name in messages; default: its pid. Raises TimeoutError if the queue is not up within `timeout_s`.
         """
         quiet_library()
         lock()
@@ -230,7 +229,7 @@ class _Client:
         return cls(client, partition, timeout_s, check, who)
 
     async def submit(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        """Await a client coroutine from any event loop; raises TimeoutError that names the action `what`."""
+        """Await a client coroutine from any event loop. Raises TimeoutError naming the action `what`."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._client._loop)
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -241,7 +240,7 @@ class _Client:
     def call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """Run a client coroutine from a thread without an event loop.
 
-        Raises TimeoutError like `submit`, and what `check` raises, which is called now and then.
+        Raises TimeoutError like `submit`, and whatever `check`, called every few seconds, raises.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._client._loop)
         deadline = time.monotonic() + self.timeout_s
@@ -249,7 +248,7 @@ class _Client:
             try:
                 return future.result(min(SLICE_S, max(0.0, deadline - time.monotonic())))
             except TimeoutError:
-                if future.done():  # it has ended meanwhile, or the error is its own
+                if future.done():  # it has just ended, or raised this error
                     return future.result()
             try:
                 self._check()
@@ -264,7 +263,7 @@ class _Client:
         return f"{self._who} waited {self.timeout_s:.0f} s (timeouts.rpc_s) for the trajectory queue to {what}"
 
     def close(self) -> None:
-        """Close the connections to the queue; its rows stay."""
+        """Close the connections to the queue, which keeps its rows."""
         self._client.close()
 
     async def put(self, keys: list[str], fields: TensorDict, tags: list[dict[str, str]]) -> None:
@@ -302,7 +301,7 @@ def _connect(conf: DictConfig) -> TransferQueueClient:
 
 
 class _Put:
-    """Groups that are written together. `due`: set when they wait for no further ones. `task` writes them."""
+    """Groups that are written together. `due` is set to wait for no more groups. `task` writes them."""
 
     task: asyncio.Task[None]
 
@@ -312,25 +311,25 @@ class _Put:
 
 
 class QueueWriter(_Client):
-    """The controller's side of the queue; it writes every finished prompt group as a whole, in one batched put.
+    """The controller's side of the queue. It writes every finished prompt group as a whole, in one batched put.
 
-    Groups that finish soon after a put began share the next one. A put takes some milliseconds and involves three
-    processes, whatever its size: of one group of 16 it costs twice as much per row as of four.
+    Groups that finish shortly after a put share the next one. A put takes some milliseconds and three processes,
+    whatever its size: with one group of 16 rows it costs twice as much per row as with four groups.
     """
 
-    _next: _Put | None = None  # takes further groups
+    _next: _Put | None = None  # accepts more groups
     _writing: asyncio.Task[None] | None = None
     _next_at = 0.0
 
     async def put_group(
         self, trajectories: Sequence[Trajectory], files: Mapping[str, bytes] = _NO_FILES, *, more: bool = False
     ) -> None:
-        """Write all samples of a group, including failed ones; raises TimeoutError after the writer's `timeout_s`.
+        """Write all samples of a group, including failed ones. Raises TimeoutError after the writer's `timeout_s`.
 
-        `files`: those of the images of its prompt by their hashes, each of which is a row of its own (`image_key`).
-        `more`: other groups are to follow, so this one may wait for some of them (`PUT_INTERVAL_S`).
+        `files`: the prompt's image files by hash; each becomes a row (`image_key`). `more`: other groups will follow,
+        so this one may wait for some of them (`PUT_INTERVAL_S`).
         """
-        # Now, and not all groups together at the put, which would hold up the event loop for longer.
+        # Encoded now: encoding all groups at the put would block the event loop for longer.
         rows = {trajectory.key: encode_row(trajectory) for trajectory in trajectories}
         rows |= {image_key(trajectories[0].group_id, name): encode_file(file) for name, file in files.items()}
         if self._next is None:
@@ -343,7 +342,7 @@ class QueueWriter(_Client):
         await asyncio.shield(put.task)
 
     async def _write(self, put: _Put, before: asyncio.Task[None] | None) -> None:
-        """Write some groups in one put, when the one before has ended and this one is due."""
+        """Write groups in one put, once the previous put has ended and this one is due."""
         if before is not None:
             await asyncio.wait([before], timeout=self.timeout_s)
         with contextlib.suppress(TimeoutError):
@@ -360,7 +359,7 @@ class QueueWriter(_Client):
         await self.submit(self.remove(list(keys)), f"clear {len(keys)} rows")
 
     async def settle(self) -> None:
-        """Wait for the end of a put that is in progress. Cancels those calls of `put_group` that are in none yet."""
+        """Wait for the put in progress to end; cancel calls of `put_group` that are not part of it."""
         if self._next is not None:
             self._next.task.cancel()
             self._next = None
@@ -368,10 +367,7 @@ class QueueWriter(_Client):
             await asyncio.wait([self._writing], timeout=self.timeout_s)
 
     async def clear_all(self) -> None:
-        """Remove every row, including those of a put that is in progress.
-
-        Cancels the calls of `put_group` whose rows are not in a put yet.
-        """
+        """Remove every row, including those of the put in progress (see `settle`)."""
         await self.settle()
         keys = await self.submit(self.tags(), "list its rows")
         if keys:
@@ -382,10 +378,10 @@ class QueueReader(_Client):
     """The trainer's side of the queue: each DP leader reads all tags and fetches only its own rows."""
 
     def read_tags(self, keys: Sequence[str]) -> list[SampleTag]:
-        """Return the tags of `keys` in their order; raises KeyError if one is not in the queue."""
+        """Return the tags of `keys` in order. Raises KeyError if one is not in the queue."""
         if not keys:
             return []
-        found = self.call(self.tags_of(list(keys)), f"tell the tags of {len(keys)} rows")
+        found = self.call(self.tags_of(list(keys)), f"send the tags of {len(keys)} rows")
         if len(found) != len(keys):
             present = self.call(self.tags(), "list its rows")
             missing = [key for key in keys if key not in present]
@@ -394,7 +390,7 @@ class QueueReader(_Client):
         return [decode_tag(tag) for tag in found]
 
     def fetch_images(self, rows: Sequence[Trajectory]) -> dict[str, bytes]:
-        """Return the files of the images of rows by their hashes, each once; raises KeyError if one is missing."""
+        """Return the image files of rows by hash, each once. Raises KeyError if one is missing."""
         places = {image.hash: image_key(row.group_id, image.hash) for row in rows for image in row.images}
         if not places:
             return {}
@@ -402,7 +398,7 @@ class QueueReader(_Client):
         return dict(zip(places, files_of(data), strict=True))
 
     def fetch(self, keys: Sequence[str]) -> list[Trajectory]:
-        """Return the trajectories of `keys` in their order; raises KeyError if one is missing."""
+        """Return the trajectories of `keys` in order. Raises KeyError if one is missing."""
         if not keys:
             return []
         data, tags = self.call(self.get(list(keys)), f"send {len(keys)} rows")

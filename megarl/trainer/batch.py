@@ -4,7 +4,7 @@ With context parallelism each sequence is padded to chunks of equal length, of w
 
 Shapes: P tokens of a micro-batch (prompts, responses and padding), T those of this context-parallel rank (all without
 context parallelism), R response tokens, O those that this rank predicts, S sequences, L MoE layers of this rank, K
-experts of a token. Only the O rows that predict a response token are projected onto the vocabulary. Cumulative lengths
+experts per token. Only the O rows that predict a response token are projected onto the vocabulary. Cumulative lengths
 keep Megatron-Core's name `cu_seqlens`.
 """
 
@@ -34,13 +34,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainSample:
-    """One prompt with its response, as one replica trains it. All tensors are [R], per response token, on the CPU.
+    """A prompt and its response, as one replica trains it. Tensors are on the CPU; all but `routes_TLK` are [R].
 
-    `loss_mask_R` (bool; None = all) marks the response tokens that are trained. `streams`: values per response token,
-    by the names that `megarl.queue.streams` declares; log-probs among them are fp32, at the sampling temperature.
-    `temperature`: that of this sample, if the run's data sets differ in it; None: that of the run. `images`: those
-    among its tokens, prompt and response, in their order. `routes_TLK`: the experts of each of its tokens, prompt and
-    response, for the routers to replay, as small integers; None: they choose by themselves.
+    `loss_mask_R` (bool; None = all) marks trained response tokens. `streams`: values per response token, by the names
+    in `megarl.queue.streams`; log-probs are fp32, at the sampling temperature. `temperature`: None = the run's; set if
+    data sets differ. `images`: in the order of the tokens of prompt and response. `routes_TLK`: small integers, the
+    experts that the routers replay for each token of prompt and response; None: they choose.
     """
 
     key: str
@@ -54,7 +53,7 @@ class TrainSample:
 
     @classmethod
     def of(cls, row: Trajectory, *, trained: bool = True, temperature: float | None = None) -> TrainSample:
-        """Make the sample of a trajectory, with its streams. `trained` False takes all its tokens out of every term."""
+        """Return the sample of a trajectory, with its streams. `trained=False` excludes its tokens from every term."""
         sample = cls(
             key=row.key,
             prompt_ids=row.prompt_ids,
@@ -67,7 +66,7 @@ class TrainSample:
             temperature=temperature,
             images=row.images,
         )
-        if not trained and CE_WEIGHTS in sample.streams:  # it weighs tokens that the mask leaves out anyway
+        if not trained and CE_WEIGHTS in sample.streams:  # these weights apply even where the mask is False
             sample.streams[CE_WEIGHTS] = torch.zeros(len(row.response_ids))
         return sample
 
@@ -78,7 +77,7 @@ class TrainSample:
 
     @property
     def image_tokens(self) -> int:
-        """The number of tokens that stand for images."""
+        """The number of image tokens."""
         return sum(image.tokens for image in self.images)
 
     @property
@@ -100,7 +99,7 @@ class TrainSample:
     def set_turn_advantages(self, advantages: Sequence[float], starts: Sequence[int]) -> None:
         """Give the response tokens of each turn of the model the turn's advantage.
 
-        `starts`: the first token of each turn. What was inserted after a turn has the turn's, and is not trained.
+        `starts`: the first token of each turn. Tokens inserted after a turn get its advantage too, but are not trained.
         """
         ends = [*starts[1:], len(self.response_ids)]
         first = 0  # tokens before the first turn were not sampled
@@ -116,14 +115,14 @@ class MicroBatch:
     """The input of one packed forward (and backward) pass.
 
     An empty micro-batch is one dummy sequence: it takes part in every collective, its only row is masked, and `tokens`
-    is 0. With sequence parallelism T is padded to a multiple of TP by one more dummy sequence. With context parallelism
-    padding follows each sequence, which does not see it. Padding reaches neither the loss nor the routers' balancing.
+    is 0. With sequence parallelism another dummy sequence pads T to a multiple of TP. With context parallelism padding
+    follows each sequence, which does not attend to it. Padding affects neither the loss nor the routers' balancing.
     """
 
     input_ids_1T: Tensor  # int64
-    position_ids: Tensor  # int64, from 0 in each sequence: [1, T], of a model that sees [3, 1, T]
+    position_ids: Tensor  # int64, from 0 in each sequence: [1, T]; of a vision-language model [3, 1, T]
     cu_seqlens: Tensor  # int32 [S + 1] over P
-    max_seqlen: int  # of P: equal to its length, Megatron's RoPE would take positions to run on across sequences
+    max_seqlen: int  # over P; were it the length of P, Megatron's RoPE would let positions run on across sequences
     rows_O: Tensor  # int64: the row of T that predicts each response token of `own_O`
     own_O: Tensor | None  # int64: the response tokens that this rank predicts; None: all
     targets_R: Tensor  # int64: the response tokens
@@ -133,10 +132,10 @@ class MicroBatch:
     samples: tuple[int, ...]  # indices of the samples, in packing order
     keys: tuple[str, ...]  # their keys, in the same order
     tokens: int  # T without padding; weights Megatron's auxiliary losses
-    padding_1T: Tensor | None = None  # bool: what is padding; None on all ranks if nothing is
-    temperature_R: Tensor | None = None  # fp32, of each response token; None: that of the run
-    images: ImageBatch | None = None  # None if there are none
-    routes_TLK: Tensor | None = None  # the experts that each token's routers replay; None: they choose by themselves
+    padding_1T: Tensor | None = None  # bool: True = padding; None on all ranks if there is none
+    temperature_R: Tensor | None = None  # fp32, per response token; None: the run's
+    images: ImageBatch | None = None
+    routes_TLK: Tensor | None = None  # the experts that the routers replay for each token; None: they choose
 
     @property
     def is_empty(self) -> bool:
@@ -145,7 +144,7 @@ class MicroBatch:
 
     def packed_seq_params(self) -> PackedSeqParams:
         """Return Megatron's description of the packing."""
-        # Transformer Engine asks for both kinds of bounds with context parallelism. Padding is a part of its sequence.
+        # With context parallelism Transformer Engine needs both kinds of bounds. Padding belongs to its sequence.
         bounds = None if self.own_O is None else self.cu_seqlens
         return PackedSeqParams(
             qkv_format="thd",
@@ -170,16 +169,12 @@ class MicroBatch:
 
 
 def check_samples(samples: Sequence[TrainSample], vocab_size: int, *, sees: bool = False) -> None:
-    """Raise ValueError if a sample's tokens, streams or mask are wrong, with a message that names the sample.
-
-    `sees`: the model takes images.
-    """
+    """Raise ValueError naming the sample if its tokens, streams or mask are wrong. `sees`: the model takes images."""
     for sample in samples:
         if not sample.prompt_ids or not sample.response_ids:
             raise ValueError(f"sample {sample.key}: prompt and response need at least one token each")
-        if not 0 <= min(sample.prompt_ids + sample.response_ids) <= max(
-            sample.prompt_ids + sample.response_ids
-        ) < vocab_size:  # fmt: skip
+        tokens = sample.prompt_ids + sample.response_ids
+        if not 0 <= min(tokens) <= max(tokens) < vocab_size:
             raise ValueError(f"sample {sample.key}: a token id is outside the vocabulary of {vocab_size}")
         if sample.images and not sees:
             raise ValueError(f"sample {sample.key}: it has images, and the model reads text only")
@@ -195,7 +190,7 @@ def check_samples(samples: Sequence[TrainSample], vocab_size: int, *, sees: bool
 
 
 def check_routes(samples: Sequence[TrainSample], spec: RoutesSpec) -> None:
-    """Raise ValueError, with a message that names the sample, unless each has experts of this `spec` to replay."""
+    """Raise ValueError naming the sample unless each has experts of this `spec` to replay."""
     for sample in samples:
         routes = None if sample.routes_TLK is None else Routes(sample.routes_TLK.numpy())
         if problem := spec.problem(routes, sample.length):
@@ -203,12 +198,12 @@ def check_routes(samples: Sequence[TrainSample], spec: RoutesSpec) -> None:
 
 
 def common_streams(samples: Sequence[TrainSample]) -> list[str]:
-    """Return the names of the streams that every sample has, and of the optional ones that one of them has, sorted."""
+    """Return the names of the streams that all samples have, and of optional ones that any has, sorted."""
     return agreed_streams(sample.streams for sample in samples)
 
 
 def agreed_streams(found: Iterable[Iterable[str]]) -> list[str]:
-    """Return the names that all of `found` have, and those of optional streams that one of them has, sorted."""
+    """Return the names that all of `found` have, and those of optional streams that any has, sorted."""
     sets = [set(names) for names in found]
     optional = {name for names in sets for name in names if STREAMS[name].optional}
     return sorted(set.intersection(*sets) | optional) if sets else []
@@ -217,8 +212,8 @@ def agreed_streams(found: Iterable[Iterable[str]]) -> list[str]:
 def zigzag(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
     """Return the rows of P that context-parallel rank `rank` of `size` holds, int64 [T], in its order.
 
-    Each sequence is cut into 2 x `size` chunks, of which the rank has its own from the front and from the back: so all
-    ranks attend to as many keys. `cu_seqlens`: over P.
+    Each sequence is cut into 2 x `size` chunks. Rank r holds the r-th from the front and the r-th from the back, so all
+    ranks attend to equally many keys. `cu_seqlens`: over P.
     """
     rows_P = torch.arange(int(cu_seqlens[-1]))
     if size == 1:
@@ -228,7 +223,7 @@ def zigzag(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
 
 
 def unzigzag(parts: Sequence[Tensor], cu_seqlens: Tensor) -> Tensor:
-    """Return the rows of P in order. `parts`: those of each context-parallel rank, by `zigzag`."""
+    """Return the rows of P in order. `parts`: each context-parallel rank's rows, as `zigzag` orders them."""
     whole = torch.cat(list(parts))
     rows_P = torch.cat([zigzag(cu_seqlens, rank, len(parts)) for rank in range(len(parts))])
     return torch.empty_like(whole).index_copy_(0, rows_P.to(whole.device), whole)
@@ -245,8 +240,8 @@ def pack(
     """Lay `samples[i] for i in indices` end to end, T padded to a multiple of `align` (TP under sequence parallelism).
 
     `streams`: names of the streams to pack, which all samples must have unless they are optional; None:
-    `common_streams` of `samples`. `packer`: of a model that sees. `context`: the rank that the micro-batch is for, and
-    the number of context-parallel ranks. Raises ValueError for images outside their sample.
+    `common_streams`. `packer`: of a vision-language model. `context`: rank and size of context parallelism. Raises
+    ValueError for images outside their sample.
     """
     names = common_streams(samples) if streams is None else streams
     chosen = [samples[index] for index in indices]
@@ -270,7 +265,7 @@ def pack(
         padding_P[start : start + sample.length] = False
     rows_T = zigzag(starts, rank, size)
     places_P = torch.full_like(ids_P, -1)
-    places_P[rows_T] = torch.arange(len(rows_T))  # of each row of P among those of this rank
+    places_P[rows_T] = torch.arange(len(rows_T))  # index in T of each row of P; -1: on another rank
     rows_R = places_P[predicting_R]
     own_O = (rows_R >= 0).nonzero()[:, 0]
     padding_T = padding_P[rows_T]
@@ -298,9 +293,9 @@ def pack(
 
 
 def _routes(chosen: Sequence[TrainSample], starts: Sequence[int], rows_T: Tensor) -> Tensor | None:
-    """Return the experts of the tokens of `rows_T`; None unless the samples have some. `starts`: of sequences, and P.
+    """Return the experts of the tokens of `rows_T`; None unless samples have some. `starts`: of sequences, then P.
 
-    Padding goes to the experts 0..K-1, all different as Megatron needs them.
+    Padding goes to experts 0..K-1: Megatron needs K different ones.
     """
     given = [(start, sample.routes_TLK) for start, sample in zip(starts, chosen, strict=False)]
     parts = [(start, part_TLK) for start, part_TLK in given if part_TLK is not None]
@@ -325,24 +320,19 @@ def _cumulative(lengths: Sequence[int]) -> Tensor:
 
 
 def _temperatures(chosen: Sequence[TrainSample]) -> Tensor | None:
-    """Return the temperature of each response token, [R]; None if the samples have none of their own.
-
-    Raises ValueError if only some of them have one.
-    """
+    """Return the temperature of each response token, [R]; None if no sample has one. ValueError if only some do."""
     own = [sample.temperature for sample in chosen if sample.temperature is not None]
     if own and len(own) < len(chosen):
-        raise ValueError(
-            f"{len(own)} of {len(chosen)} samples have a temperature of their own; give one to all of them"
-        )
+        raise ValueError(f"{len(own)} of {len(chosen)} samples have a temperature; set it for all of them or for none")
     if not own:
         return None
     return torch.repeat_interleave(torch.tensor(own), torch.tensor([len(sample.response_ids) for sample in chosen]))
 
 
 def _joined(chosen: Sequence[TrainSample], stream: Stream) -> Tensor:
-    """Return a stream of all chosen samples, [R], with the fill value for those that lack it, if it is optional.
+    """Return a stream of all chosen samples, [R]. Where an optional stream is missing, it has the fill value.
 
-    For an empty micro-batch it is the fill value of its one masked row.
+    So has the one masked row of an empty micro-batch.
     """
     dtype: torch.dtype = getattr(torch, stream.dtype)
     if not chosen:

@@ -1,8 +1,8 @@
-"""The two passes over a chunk of logits as `torch.compile` fuses them: each reads the logits once or twice.
+"""The two passes over a chunk of logits, fused by `torch.compile`: each reads the logits once or twice.
 
-`logprobs.py` computes the same with separate operations, which on a GPU move about 80 bytes per logit through memory;
-it is the reference, and the fallback where compilation fails. Here nothing is overwritten: the compiler keeps all
-[C, Vt] intermediates in registers.
+`logprobs.py` does the same with separate operations, which move about 80 bytes per logit through GPU memory; it is the
+reference, and the fallback if compilation fails. Nothing is overwritten here: the compiler keeps all [C, Vt]
+intermediates in registers.
 
 Shapes: C rows of a chunk, Vt vocabulary columns of this rank without padding.
 """
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 class RowTerms(NamedTuple):
-    """The values per row from which the gradient by a chunk of logits is computed; floats are fp32.
+    """Values per row from which the gradient with respect to a chunk of logits is computed; floats are fp32.
 
-    It is that of g log p[target] + e H by x = logits / temperature: g (1[target] - p) - e p (log p + H).
+    The gradient of g log p[target] + e H by x = logits / temperature is g (1[target] - p) - e p (log p + H).
     """
 
     lse_C: Tensor  # log-sum-exp of x over the whole vocabulary
-    local_C: Tensor  # int64: the target's column here; any column where it is another rank's
+    local_C: Tensor  # int64: the target's column here; any column if another rank has it
     owned_C: Tensor  # bool: the target is one of these columns
     grad_logprobs_C: Tensor  # g
     grad_entropy_C: Tensor | None  # e; None: 0
@@ -35,7 +35,7 @@ class RowTerms(NamedTuple):
 
 
 class _State:
-    """The state of this process: `usable` until a first failure to compile the passes."""
+    """Per process: `usable` until the passes fail to compile."""
 
     usable = True
 
@@ -53,8 +53,8 @@ def grad_logits(logits_CVt: Tensor, terms: RowTerms, temperature: float | Tensor
 def reduce_rows(logits_CVt: Tensor, local_C: Tensor, temperature: float | Tensor, with_entropy: bool) -> Tensor:
     """Return four numbers per row of x = logits / temperature, fp32 [4, C].
 
-    They are the maximum m, the sum of exp(x - m), the target's x, and the sum of exp(x - m) * (x - m), which is 0
-    unless `with_entropy`.
+    The maximum m, the sum of exp(x - m), the target's x, and the sum of exp(x - m) * (x - m), which is 0 unless
+    `with_entropy`.
     """
     scaled_CVt = logits_CVt.float() / _column(temperature)
     maximum_C = scaled_CVt.amax(dim=1)
@@ -66,7 +66,7 @@ def reduce_rows(logits_CVt: Tensor, local_C: Tensor, temperature: float | Tensor
 
 
 def differentiate_rows(logits_CVt: Tensor, terms: RowTerms, temperature: float | Tensor) -> Tensor:
-    """Return the gradient that `RowTerms` states, [C, Vt] in the dtype of the logits."""
+    """Return the gradient defined in `RowTerms`, [C, Vt] in the dtype of the logits."""
     log_p_CVt = logits_CVt.float() / _column(temperature) - terms.lse_C[:, None]
     factor_CVt = -terms.grad_logprobs_C[:, None]
     if terms.grad_entropy_C is not None:
@@ -78,20 +78,20 @@ def differentiate_rows(logits_CVt: Tensor, terms: RowTerms, temperature: float |
 
 
 def _column(temperature: float | Tensor) -> float | Tensor:
-    """Return a temperature per row, [C], as a column for [C, Vt]; one number as it is."""
+    """Return temperatures per row, [C], as a column for [C, Vt]; a single number unchanged."""
     return temperature[:, None] if isinstance(temperature, Tensor) else temperature
 
 
 def _run(function: Callable[..., Tensor], *args: object) -> Tensor | None:
-    """Return the compiled function's result; None, after one warning, from the first failure on."""
+    """Return the compiled function's result; None after the first failure, which is warned about."""
     if not _State.usable:
         return None
     try:
         return _compiled(function)(*args)
-    except _compile_errors() as error:  # not errors of the GPU, which may stem from earlier work, nor mistakes here
+    except _compile_errors() as error:  # neither GPU errors, which may come from earlier work, nor bugs here
         _State.usable = False
         logger.warning(
-            "the log-prob head could not be compiled and runs uncompiled, which is slower: %s: %s",
+            "the log-prob head failed to compile and runs uncompiled, which is slower: %s: %s",
             type(error).__name__,
             error,
         )
@@ -100,10 +100,10 @@ def _run(function: Callable[..., Tensor], *args: object) -> Tensor | None:
 
 @functools.cache
 def _compile_errors() -> tuple[type[Exception], ...]:
-    """Return what torch 2.13 raises when it cannot trace a function or make its code.
+    """Return the errors that torch 2.13 raises when it cannot trace or compile a function.
 
-    Dynamo wraps the errors of Inductor, of Triton's compiler and of a missing C++ compiler into its own. A failure in
-    Inductor's worker, or in autotuning, comes as it is.
+    Dynamo wraps errors of Inductor, Triton's compiler and a missing C++ compiler. Failures in Inductor's worker or in
+    autotuning are not wrapped.
     """
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
@@ -123,6 +123,6 @@ def _triton_errors() -> tuple[type[Exception], ...]:
 
 @functools.cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # The rows of the last chunk differ from batch to batch, so no size may be a constant of the code. Compiling takes
-    # no further processes: every rank would start up to 32, each with a torch of its own, for two small functions.
+    # Dynamic, because the last chunk's rows differ from batch to batch. One thread, because every rank would otherwise
+    # start up to 32 processes that import torch, for two small functions.
     return torch.compile(function, dynamic=True, options={"compile_threads": 1})

@@ -2,17 +2,16 @@
 
 Shapes: T tokens of a micro-batch on this context-parallel rank (T / TP under sequence parallelism), R rows (one per
 response token), O those of this context-parallel rank (all without context parallelism), C rows of a chunk, H hidden
-size, V true vocabulary, Vp this rank's share of the padded vocabulary, Vt the columns of that share that are not
-padding.
+size, V true vocabulary, Vp this rank's share of the padded vocabulary, Vt its columns without padding.
 
-The output projection is part of the chunked computation: a chunk of logits is computed from hidden states [R, H] and
-the output weight [Vp, H], reduced to four numbers per row, and dropped; the backward pass computes it again. So neither
-[R, V] nor [R, Vp] exists in any precision, only [C, Vt]. Two small all-reduces per call ([R] and [3, R]) combine the
-shares. Padded vocabulary columns are cut off before anything is computed: they never enter a softmax.
+A chunk of logits is computed from hidden states [R, H] and the output weight [Vp, H], reduced to four numbers per row,
+and dropped; the backward pass recomputes it. So only [C, Vt] exists, never [R, V] or [R, Vp]. Two small all-reduces
+per call ([R] and [3, R]) combine the ranks' shares. Padded vocabulary columns are cut off first, so they never enter a
+softmax.
 
 Megatron's `vocab_parallel_cross_entropy` is not used: it needs all logits at once, computes no entropy, and overwrites
-fp32 logits in place with their softmax. GPTModel projects onto the vocabulary itself and returns all logits: here its
-output layer returns its input, the hidden states, of which only the rows that predict a response token are projected.
+fp32 logits with their softmax. GPTModel would also return all logits, so its output layer is made to return the hidden
+states, and only rows that predict a response token are projected.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from megarl.trainer import compiled_head
 from megarl.trainer.batch import MicroBatch
 from megarl.trainer.compiled_head import RowTerms
 
-CACHED = 1 << 17  # logits that a CPU reduces at a time: they and their exponentials, 1 MiB, stay in its cache
+CACHED = 1 << 17  # logits that a CPU reduces at a time: with their exponentials 1 MiB, which stays in its cache
 
 
 def return_hidden_states(chunk: GPTModel) -> None:
@@ -63,9 +62,9 @@ def response_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs and entropies (None unless `with_entropy`), fp32 [R], of the response tokens of `batch`.
 
-    `chunk`: the model chunk of the last stage; `chunk_rows`: rows per chunk of logits; `temperature` and `compiled`: as
-    in `linear_token_logprobs`. The results are equal on all tensor and context-parallel ranks. The gradient is
-    that of this rank's rows.
+    `chunk`: the last stage's model chunk; `chunk_rows`: rows per chunk of logits; `temperature` and `compiled`: as in
+    `linear_token_logprobs`. Results are equal on all tensor and context-parallel ranks; gradients are those of this
+    rank's rows.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     hidden_TH = hidden_1TH[0]
@@ -97,7 +96,7 @@ def response_logprobs(
 def _of_all_ranks(values_O: Tensor, own_O: Tensor, rows: int) -> Tensor:
     """Return the values of all context-parallel ranks, [R] with R = `rows`.
 
-    The backward pass takes each rank's own: as all of them compute the same loss, none of them sums gradients.
+    All ranks compute the same loss, so the backward pass takes each rank's own gradients and sums none.
     """
     whole_R = values_O.new_zeros(rows).index_copy(0, own_O, values_O)
     return reduce_from_tensor_model_parallel_region(whole_R, group=parallel_state.get_context_parallel_group())
@@ -124,12 +123,11 @@ def linear_token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log softmax(hidden @ weight^T / temperature) at the targets and, if requested, that softmax's entropy.
 
-    `temperature`: one number, or one per row, fp32 [R].
-    `hidden_RH` is the same on every rank of the tensor-parallel `group`; its gradient here is only this rank's share,
-    to be summed over the group (Megatron's copy and gather regions do that). `targets_R` (int64) holds global token ids
-    below `vocab_size`. `chunk`: rows per chunk of logits. `compiled`: the passes over the logits are those of
-    `compiled_head`, if they can be compiled here. The results are fp32 [R], equal on all ranks, and differentiable in
-    hidden states and weight.
+    `hidden_RH` is equal on every rank of the tensor-parallel `group`; its gradient here is this rank's share, to be
+    summed over the group (Megatron's copy and gather regions do that). `targets_R`: int64, global token ids below
+    `vocab_size`. `temperature`: one number, or fp32 [R]. `chunk`: rows per chunk of logits. `compiled`: use
+    `compiled_head` if it compiles. Results are fp32 [R], equal on all ranks, differentiable in hidden states and
+    weight.
     """
     logprobs_R, entropy_R = _ChunkedLogProbs.apply(
         hidden_RH, weight_VpH, targets_R, temperature, vocab_size, chunk, group, with_entropy, compiled
@@ -138,7 +136,7 @@ def linear_token_logprobs(
 
 
 class _Context(FunctionCtx):
-    """Declares the types of the attributes that torch provides and that the forward pass sets for the backward pass."""
+    """Types of torch's attributes, and of those that the forward pass keeps for the backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -166,7 +164,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         compiled: bool,
     ) -> tuple[Tensor, Tensor]:
         share = weight_VpH.shape[0]
-        start = share * _rank(group)
+        start = share * (0 if group is None else group.rank())
         columns = max(0, min(share, vocab_size - start))  # the rest is padding
         local_R = targets_R - start
         owned_R = (local_R >= 0) & (local_R < columns)
@@ -194,7 +192,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_logprobs_R, grad_entropy_R = grads[0], grads[1] if ctx.with_entropy else None
         want_hidden, want_weight = ctx.needs_input_grad[:2]
         grad_hidden_RH = torch.zeros_like(hidden_RH) if want_hidden else None
-        # The sum over chunks is in fp32, whatever the weight's precision.
+        # Chunks are summed in fp32, whatever the weight's precision.
         grad_weight_VpH = torch.zeros_like(weight_VpH, dtype=torch.float32) if want_weight else None
         if ctx.columns and not (grad_logprobs_R is None and grad_entropy_R is None):
             if grad_logprobs_R is None:
@@ -217,16 +215,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return grad_hidden_RH, grad_weight_VpH, None, None, None, None, None, None, None
 
 
-def _rank(group: ProcessGroup | None) -> int:
-    return 0 if group is None else group.rank()
-
-
 def _chunks(rows: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk)]
 
 
 def _logits(hidden_CH: Tensor, weight_VpH: Tensor, columns: int) -> Tensor:
-    """Return the logits [C, Vt] with Vt = `columns`, in the model's precision, as the engine computes them."""
+    """Return the logits [C, Vt], Vt = `columns`, in the model's precision as in the engine."""
     return torch.mm(hidden_CH, weight_VpH[:columns].t())
 
 
@@ -235,7 +229,7 @@ def _of_rows(temperature: float | Tensor, rows: slice) -> float | Tensor:
 
 
 def _scale(logits_CVt: Tensor, temperature: float | Tensor) -> Tensor:
-    """Return the logits over the temperature in fp32, which callers overwrite. It may overwrite the logits."""
+    """Return logits / temperature in fp32, for callers to overwrite. May overwrite the logits."""
     if isinstance(temperature, Tensor):
         return logits_CVt.float().div_(temperature[:, None])
     return logits_CVt.float().div_(temperature) if temperature != 1 else logits_CVt.float()
@@ -249,7 +243,7 @@ def _row_stats(
     with_entropy: bool,
     compiled: bool,
 ) -> None:
-    """Write the four numbers per row that `_reduce_rows` describes into `stats_4C`. It may overwrite the logits."""
+    """Write the four numbers per row of `_reduce_rows` into `stats_4C`. May overwrite the logits."""
     fused_4C = compiled_head.row_stats(logits_CVt, local_C, temperature, with_entropy) if compiled else None
     if fused_4C is not None:
         stats_4C.copy_(fused_4C)
@@ -258,7 +252,7 @@ def _row_stats(
 
 
 def _row_grads(logits_CVt: Tensor, terms: RowTerms, temperature: float | Tensor, compiled: bool) -> Tensor:
-    """Return the gradient by the scaled logits, [C, Vt] in the logits' dtype. It may overwrite the logits."""
+    """Return the gradient by the scaled logits, [C, Vt] in the logits' dtype. May overwrite the logits."""
     grad_CVt = compiled_head.grad_logits(logits_CVt, terms, temperature) if compiled else None
     return _grad_logits(_scale(logits_CVt, temperature), terms).to(logits_CVt.dtype) if grad_CVt is None else grad_CVt
 
@@ -266,8 +260,7 @@ def _row_grads(logits_CVt: Tensor, terms: RowTerms, temperature: float | Tensor,
 def _reduce_rows(scaled_CVt: Tensor, local_C: Tensor, stats_4C: Tensor, with_entropy: bool) -> None:
     """Write four numbers per row into `stats_4C`, and overwrite `scaled_CVt`.
 
-    The numbers are the maximum m, the sum of exp(x - m), the target's x, and (with the entropy, else unchanged) the sum
-    of exp(x - m) * (x - m).
+    The maximum m, the sum of exp(x - m), the target's x, and (only with entropy) the sum of exp(x - m) * (x - m).
     """
     count, columns = scaled_CVt.shape
     block = max(1, CACHED // columns) if scaled_CVt.device.type == "cpu" else count
@@ -298,7 +291,7 @@ def _join(
         torch.distributed.all_reduce(maximum_R, op=ReduceOp.MAX, group=group)
         shift_R = local_max_R - maximum_R
         factor_R = shift_R.exp()
-        # A rank that holds only padding has shift -inf and sums 0.
+        # A rank with only padding has shift -inf and sums 0.
         shift_R = torch.where(factor_R > 0, shift_R, 0.0)
         shares_3R = torch.stack((sums_R * factor_R, target_R, (products_R + shift_R * sums_R) * factor_R))
         torch.distributed.all_reduce(shares_3R, group=group)
@@ -310,7 +303,7 @@ def _join(
 
 
 def _grad_logits(scaled_CVt: Tensor, terms: RowTerms) -> Tensor:
-    """Return the gradient that `RowTerms` states, fp32 [C, Vt]. Overwrites `scaled_CVt`, the logits / temperature."""
+    """Return the gradient defined in `RowTerms`, fp32 [C, Vt]. Overwrites `scaled_CVt`, the logits / temperature."""
     lse_C, local_C, owned_C, grad_logprobs_C, grad_entropy_C, entropy_C = terms
     if grad_entropy_C is None:
         grad_CVt = scaled_CVt.sub_(lse_C[:, None]).exp_().mul_(-grad_logprobs_C[:, None])

@@ -1,6 +1,6 @@
-"""The routers of a mixture of experts: the experts that they choose, replayed, and their auxiliary losses, as metrics.
+"""The routers of a mixture of experts: recording and replaying their choices, and their auxiliary losses as metrics.
 
-Shapes: T packed tokens, L MoE layers of this rank in the order of its chunks, K experts of a token, N tracked losses.
+Shapes: T packed tokens, L MoE layers of this rank in the order of its chunks, K experts per token, N tracked losses.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _BALANCING = {
 
 
 def clear_aux_losses() -> None:
-    """Delete the values that were tracked; call it before each update."""
+    """Delete the tracked values; call it before each update."""
     clear_aux_losses_tracker()
 
 
 def aux_loss_metrics(config: TransformerConfig, micro_batches: int) -> dict[str, float]:
-    """Return `aux_loss` and `moe_z_loss`, as far as they are on: means over MoE layers and micro-batches.
+    """Return `aux_loss` and `moe_z_loss`, those that are on: means over MoE layers and micro-batches.
 
-    The values do not include the coefficients; an `aux_loss` of 1 is perfect balance. Collective over the world.
-    `micro_batches`: the number of non-empty micro-batches of all replicas together.
+    Without coefficients; an `aux_loss` of 1 is perfect balance. Collective over all ranks. `micro_batches`: non-empty
+    micro-batches of all replicas together.
     """
     names = _tracked(config)
     if not names:
@@ -49,23 +49,17 @@ def aux_loss_metrics(config: TransformerConfig, micro_batches: int) -> dict[str,
         layers = sum(config.moe_layer_freq)
     tracker = get_moe_layer_wise_logging_tracker()
     device = platforms.current().device
-    # A stage without MoE layers tracked nothing, but must take part in the all-reduce.
-    totals_N = torch.stack(
-        [
-            tracker[name]["values"].sum().double()
-            if name in tracker
-            else torch.zeros((), dtype=torch.float64, device=device)
-            for name in names
-        ]
-    )
+    # A stage without MoE layers tracks nothing, but must take part in the all-reduce.
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    totals_N = torch.stack([tracker[name]["values"].sum().double() if name in tracker else zero for name in names])
     torch.distributed.all_reduce(totals_N)
     sharing = parallel_state.get_tensor_and_context_parallel_group().size()
     metrics: dict[str, float] = {}
     for name, total in zip(names, totals_N.tolist(), strict=True):
         value = total / (layers * max(micro_batches, 1))
         if name == "z_loss":
-            # Of the z-loss each rank of a stage tracked a mean over its own rows; of the others, a part of the sum.
-            # The means have equal weights here, although padding leaves some ranks fewer rows (the gradient is exact).
+            # Each rank of a stage tracked the mean z-loss of its rows, and a part of the sum of the other losses. The
+            # means get equal weights here, although padding leaves some ranks fewer rows (the gradient is exact).
             metrics["moe_z_loss"] = value / sharing
         else:
             metrics["aux_loss"] = metrics.get("aux_loss", 0.0) + value
@@ -86,9 +80,9 @@ def _tracked(config: TransformerConfig) -> list[str]:
 class RoutedExperts:
     """Records or replays the experts that the routers of this rank's chunks choose, one micro-batch at a time.
 
-    The routers are those of these chunks alone: Megatron's process-wide list also has those of other models. Its list
-    for the backward pass is not used, because nothing empties it in passes without one: `begin` is called again before
-    each backward pass, which may compute the routers' outputs a second time.
+    Only these chunks' routers: Megatron's process-wide list includes other models'. Megatron's list for the backward
+    pass is not used, because nothing empties it in forward-only passes. Instead, call `begin` again before each
+    backward pass, which may recompute the routers.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig) -> None:
@@ -107,7 +101,7 @@ class RoutedExperts:
     def own(self, routes: Routes, moe_layers: Sequence[bool]) -> Tensor:
         """Return the experts of an engine's `routes` for this rank's layers, [T, L, K] with a row for the last token.
 
-        The engine has not read that token, and nothing is predicted from it: it gets the experts 0..K-1.
+        The engine has not read the last token, and nothing is predicted from it: it gets experts 0..K-1.
         """
         places = [sum(moe_layers[:layer]) for layer in self.layers]
         own_TLK = torch.from_numpy(routes.experts_TLK[:, places].astype(np.int16)).to(self.dtype)
@@ -125,11 +119,11 @@ class RoutedExperts:
             if rows_TLK is None:
                 replay.set_router_replay_action(RouterReplayAction.RECORD)
             else:
-                replay.set_target_indices(rows_TLK[:, layer].long())  # `gather` takes no smaller integers
+                replay.set_target_indices(rows_TLK[:, layer].long())  # `gather` needs int64
                 replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def keep(self, chunk: torch.nn.Module, tokens: int) -> None:
-        """Keep what `chunk` has recorded in the forward pass that has just ended, of `tokens` = T rows."""
+        """Keep what `chunk` recorded in the last forward pass, of `tokens` = T rows."""
         recorded = [replay.get_recorded_indices() for replay in self._replays[chunk].values()]
         if not recorded:
             self._recorded[chunk].append(
@@ -145,7 +139,7 @@ class RoutedExperts:
         self._recorded[chunk].append(rows_TLK)
 
     def end(self) -> list[Tensor]:
-        """Let the routers choose by themselves again; return what was kept, [T, L, K] of each micro-batch, in order."""
+        """Let the routers choose again; return what was kept, [T, L, K] per micro-batch, in order."""
         for replays in self._replays.values():
             for replay in replays.values():
                 replay.clear_indices()

@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 class StepRefused(Exception):  # noqa: N818
-    """A batch must not be trained on. Raised on all ranks; no weight has changed by it.
+    """A batch must not be trained on. Raised on all ranks, before a weight changes.
 
-    `updates`: those that the same step has made before.
+    `updates`: earlier updates of the same step.
     """
 
     updates = 0
@@ -40,8 +40,8 @@ class NonFiniteError(StepRefused, FloatingPointError):
 def precision_wrap(chunk: GPTModel) -> torch.nn.Module:
     """Wrap a bf16 chunk in Float16Module; return an fp32 chunk as it is.
 
-    fp32 buffers, such as the routers' expert bias and the frequencies of a vision tower, stay fp32 with their values;
-    so do fp32 parameters.
+    fp32 parameters and buffers, such as the routers' expert bias and a vision tower's frequencies, keep dtype and
+    values.
     """
     if not chunk.config.bf16:
         return chunk
@@ -51,7 +51,7 @@ def precision_wrap(chunk: GPTModel) -> torch.nn.Module:
     for parameter, data in wide:
         parameter.data = data
     for name, buffer in kept.items():
-        # Megatron converts the expert bias back to fp32 in its next forward, but from values rounded to bf16.
+        # Megatron's next forward converts the expert bias back to fp32, but from values rounded to bf16.
         owner, _, attribute = name.rpartition(".")
         setattr(chunk.get_submodule(owner), attribute, buffer)
     return wrapped
@@ -60,14 +60,14 @@ def precision_wrap(chunk: GPTModel) -> torch.nn.Module:
 def data_parallel_wrap(
     fields: Mapping[str, Any], tf_config: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[DistributedDataParallel]:
-    """Wrap each chunk in Megatron's DDP. `fields`: of its config, as `ddp_fields` returns them.
+    """Wrap each chunk in Megatron's DDP. `fields`: of its config, from `ddp_fields`.
 
-    Also sets the functions in `tf_config` by which the pipeline schedules reduce and finalise gradients, and
-    lets Transformer Engine's modules accumulate weight gradients in DDP's buffers.
+    Also sets the functions in `tf_config` with which pipeline schedules reduce and finalise gradients, and lets
+    Transformer Engine's modules accumulate weight gradients in DDP's buffers.
     """
     ddp_config = DistributedDataParallelConfig(**fields)
     wrapped = [
-        # As in Megatron, only the first chunk has buckets: the gradients of later chunks are ready early in backward.
+        # As in Megatron, only the first chunk has buckets: later chunks' gradients are ready early in backward.
         DistributedDataParallel(tf_config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
@@ -84,9 +84,9 @@ def fuse_weight_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
     """Make Transformer Engine's linear modules add weight gradients to `main_grad` inside their matrix products.
 
     Otherwise each product writes a bf16 gradient, which DDP adds to the fp32 buffer in another pass over memory, for
-    every expert and micro-batch. Megatron's own switch, `gradient_accumulation_fusion`, cannot be used: it also
-    concerns the output layer, which then raises without Apex (tensor_parallel/layers.py:924), and whose products
-    megarl computes itself. Modules other than Transformer Engine's do not have the attribute.
+    every expert and micro-batch. Megatron's switch, `gradient_accumulation_fusion`, cannot be used: it also covers the
+    output layer, which then raises without Apex (tensor_parallel/layers.py:924). Only Transformer Engine's modules have
+    the attribute.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -99,7 +99,7 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Build Megatron's (distributed) Adam with fp32 main weights. `own`: the user's fields of its config.
 
-    Its `step` raises NonFiniteError on a gradient norm that is not finite, before any weight has changed.
+    Its `step` raises NonFiniteError if the gradient norm is not finite, before any weight changes.
     """
     settings = trainer.optimizer
     bf16 = trainer.precision == "bf16"
@@ -124,9 +124,9 @@ def build_optimizer(
 
 
 def build_scheduler(settings: OptimizerSection, updates: int, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Build the learning-rate schedule of a run of `updates` updates, which warm-up and decay count.
+    """Build the learning-rate schedule of a run of `updates` updates; warm-up and decay count updates.
 
-    Step it before each update, so that the first update has lr / (length of the warm-up), not 0.
+    Step it before each update, so that the first has lr / warm-up updates, not 0.
     """
     return OptimizerParamScheduler(
         optimizer,
@@ -144,7 +144,7 @@ def build_scheduler(settings: OptimizerSection, updates: int, optimizer: Megatro
 
 
 def _refuse_non_finite(optimizer: MegatronOptimizer) -> None:
-    """Make `get_grad_norm` raise NonFiniteError: `step` calls it after the reduction, before it changes any weight."""
+    """Make `get_grad_norm` raise NonFiniteError: `step` calls it after the reduction, before any weight changes."""
     original = optimizer.get_grad_norm
 
     def get_grad_norm() -> float:

@@ -1,6 +1,6 @@
-"""The images of a packed micro-batch: where their features go, and the pixels of each distinct one.
+"""The images of a packed micro-batch: where their features go, and the pixels of each distinct image.
 
-Shapes: T packed tokens, I image tokens among them, P patches, C numbers of a patch.
+Shapes: T packed tokens, I image tokens among them, P patches, C values per patch.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ ReadPatches = Callable[[ImageRef], Tensor]
 
 @dataclass(frozen=True)
 class ImagePacker:
-    """Packs images for a model whose tower merges `merge` x `merge` patches of `patch_size` numbers into a token."""
+    """Packs images for a tower that merges `merge` x `merge` patches of `patch_size` values into a token."""
 
     merge: int
     patch_size: int
     read: ReadPatches
 
     def positions(self, sequences: Sequence[tuple[int, Sequence[ImageRef]]], dummy: int) -> Tensor:
-        """Return the positions [3, 1, T] of sequences, given by length and images, and of a dummy of `dummy` tokens."""
+        """Return positions [3, 1, T] of sequences (length and images each), then of `dummy` tokens of padding."""
         parts = [positions(length, images) for length, images in [*sequences, (dummy, ())]]
         return torch.cat([torch.from_numpy(part) for part in parts], 1)[:, None]
 
     def pack(self, images: Sequence[Sequence[ImageRef]], starts: Sequence[int]) -> ImageBatch | None:
-        """Return the images of sequences that begin at `starts` of T; None if there are none."""
+        """Return the images of sequences that start at `starts` in T; None if there are none."""
         distinct: dict[str, ImageRef] = {}
         first: dict[str, int] = {}  # the row of an image's first feature
         rows, features, count = [], [], 0
@@ -43,7 +43,7 @@ class ImagePacker:
                     count += ref.tokens
                 same = distinct[ref.hash]
                 if (same.height, same.width) != (ref.height, ref.width):
-                    raise ValueError(f"{ref} and {same} are one image of two sizes")
+                    raise ValueError(f"{ref} and {same} are one image with two sizes")
                 rows.append(torch.arange(start + ref.offset, start + ref.end))
                 features.append(torch.arange(ref.tokens) + first[ref.hash])
         if not distinct:
@@ -54,7 +54,7 @@ class ImagePacker:
         )
 
     def _patches(self, images: Sequence[ImageRef]) -> Tensor:
-        """Return the patches of images one after the other, uint8 [P, C]. Raises ValueError for a wrong shape."""
+        """Return the images' patches, concatenated: uint8 [P, C]. Raises ValueError for a wrong shape."""
         parts = [self.read(image) for image in images]
         for image, part in zip(images, parts, strict=True):
             wanted = (image.tokens * self.merge**2, self.patch_size)

@@ -1,8 +1,8 @@
 """Assigns sequences to DP ranks and micro-batches: pure functions of lengths, with equal results on every rank.
 
-A micro-batch is a list of sequences laid end to end (THD). Only context parallelism pads them: it cuts each into
-chunks of equal length. Pipeline schedules are collective, so
-every DP rank runs the same number of micro-batches; a rank that has too few sequences gets empty micro-batches.
+A micro-batch is a list of sequences laid end to end (THD). Only context parallelism pads them, to chunks of equal
+length. Pipeline schedules are collective, so every DP rank runs the same number of micro-batches; a rank with too few
+sequences gets empty ones.
 """
 
 from __future__ import annotations
@@ -15,27 +15,24 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 Nested: TypeAlias = "Sequence[Nested] | int"
-_Loads: TypeAlias = "Sequence[tuple[int, ...]]"  # of each sequence: tokens, and patches if they are bounded
+_Loads: TypeAlias = "Sequence[tuple[int, ...]]"  # per sequence: tokens, and patches if they are bounded
 
 
 def assign_to_ranks(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
     """Split sequences over `dp_size` replicas so that their token sums are close.
 
-    Sequences are assigned from the longest to the shortest, each to the replica with the fewest tokens so far (then the
-    fewest sequences, then the lowest rank). So the largest sum exceeds the smallest by at most the longest sequence.
+    Longest first, each sequence goes to the replica with the fewest tokens so far (then the fewest sequences, then the
+    lowest rank). So the largest sum exceeds the smallest by at most the longest sequence.
 
-    Returns:
-        One ascending list of indices into `lengths` per replica; a replica without sequences has an empty list.
-
-    Raises:
-        ValueError: a length is below 1.
+    Returns one ascending list of indices into `lengths` per replica, which may be empty. Raises ValueError for a length
+    below 1.
     """
     _check_lengths(lengths)
     return [sorted(part) for part in _balanced(lengths, range(len(lengths)), dp_size)]
 
 
 def chunk_count(context: int) -> int:
-    """Return how many chunks of equal length `context` context-parallel ranks cut a sequence into: two for each."""
+    """Return how many chunks of equal length `context` context-parallel ranks cut a sequence into: two per rank."""
     return 2 * context if context > 1 else 1
 
 
@@ -47,7 +44,7 @@ def padded(length: int, context: int) -> int:
 
 @dataclass(frozen=True)
 class Patches:
-    """The vision patches of each rank's sequences, in the order of their lengths, and the most of a micro-batch."""
+    """Vision patches of each rank's sequences, in the order of the lengths, and the most per micro-batch."""
 
     per_rank: Sequence[Sequence[int]]
     most: int
@@ -62,15 +59,13 @@ def plan_micro_batches(
 ) -> list[list[list[int]]]:
     """Pack each rank's sequences into micro-batches of at most `max_tokens` tokens, the same number on all ranks.
 
-    `patches`: another bound of each micro-batch.
-
     The number is the largest that any rank needs, at least `minimum`, rounded up to a multiple of `multiple_of`
-    (interleaved pipelines need a multiple of PP and at least PP). Within a rank, tokens are balanced over all its
-    micro-batches.
+    (interleaved pipelines need a multiple of PP and at least PP). A rank balances its tokens over its micro-batches.
+    `patches`: also bounds the vision patches of each micro-batch.
 
     Returns:
-        `[rank][micro-batch]` -> indices into `lengths_per_rank[rank]`, the longest sequence first, so that attention
-        can batch those of equal length; `[]` is an empty micro-batch.
+        `[rank][micro-batch]` -> indices into `lengths_per_rank[rank]`, longest sequence first, so that attention can
+        batch equal lengths; `[]` is an empty micro-batch.
 
     Raises:
         ValueError: a sequence is longer than `max_tokens` or has too many patches, or a length is below 1.
@@ -105,7 +100,7 @@ def plan_micro_batches(
 
 
 def partition_hash(plan: Nested) -> str:
-    """Return the hash of a plan, with which ranks compare the plans that each of them computed for itself."""
+    """Return the hash of a plan, for ranks to compare the plans that they computed independently."""
     return hashlib.sha256(json.dumps(plan, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
@@ -148,7 +143,7 @@ def _spread(
     balanced = _balanced(lengths, range(len(lengths)), number)
     totals = (tuple(map(sum, zip(*(loads[index] for index in part), strict=True))) for part in balanced if part)
     if not all(_fits(total, limits) for total in totals):
-        # Balancing does not respect the limits: fall back to the packing of first-fit, which does.
+        # Balancing ignores the limits; first-fit packing respects them.
         balanced = bins + [[] for _ in range(number - len(bins))]
     return [_longest_first(lengths, part) for part in balanced]
 

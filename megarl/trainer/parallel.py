@@ -1,7 +1,7 @@
-"""Megatron's parallel state for one layout, and the functions by which the rest of megarl reads it.
+"""Megatron's parallel state for one layout, and the functions through which megarl reads it.
 
-A *replica* is the tensor x context x pipeline ranks that train on one share of the data. Its *leader* is the first of
-them: tensor and context rank 0 of the first pipeline stage.
+A *replica* is the tensor x context x pipeline ranks that train on one share of the data. Its *leader* is its first
+rank: tensor and context rank 0 of the first pipeline stage.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ T = TypeVar("T")
 def initialize(layout: Layout, *, seed: int, timeout_s: float) -> None:
     """Build Megatron's process groups and seed its random states. torch.distributed must be initialised.
 
-    `timeout_s`: the timeout of collectives in seconds, rounded up to whole minutes.
-
-    Raises:
-        ValueError: the layout is for another world size.
+    `timeout_s`: the timeout of collectives in seconds, rounded up to whole minutes. Raises ValueError if the layout is
+    for another world size.
     """
     world = torch.distributed.get_world_size()
     if world != layout.world_size:
@@ -55,9 +53,9 @@ def on_one_host() -> bool:
 def destroy() -> None:
     """Destroy the layout and its process groups, so that the same processes can initialise another layout.
 
-    Delete the models first and call gc.collect(): they refer to the groups, and DDP's hooks form reference cycles.
+    First delete the models, which refer to the groups, and call gc.collect(): DDP's hooks form reference cycles.
     """
-    # Megatron drops its references only; a group keeps threads and sockets until it is destroyed and unreferenced.
+    # Megatron only drops its references; a group keeps threads and sockets until it is destroyed and unreferenced.
     groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
     parallel_state.destroy_model_parallel()
     # The cache refers to up to 32 rotary embeddings of past models, each with its context-parallel group.
@@ -83,7 +81,7 @@ def replica_ranks() -> list[int]:
     ranks_of, own = torch.distributed.get_process_group_ranks, torch.distributed.get_rank()
     stage = ranks_of(parallel_state.get_tensor_and_context_parallel_group())
     stages = ranks_of(parallel_state.get_pipeline_model_parallel_group())
-    # Megatron numbers tensor ranks first, then context, data and pipeline: stages differ by a constant.
+    # Megatron numbers tensor ranks first, then context, data and pipeline: ranks of two stages differ by a constant.
     return sorted(rank + other - own for rank in stage for other in stages)
 
 
@@ -93,9 +91,6 @@ def is_leader() -> bool:
 
 
 def dp_all_gather_object(obj: T, codec: Codec[T]) -> list[T]:
-    """Return the `obj` of every replica, in the order of their ranks, on every rank.
-
-    All ranks of one replica must pass equal objects.
-    """
+    """Return every replica's `obj`, in rank order, on every rank. All ranks of a replica must pass equal objects."""
     group = parallel_state.get_data_parallel_group()
     return all_gather(obj, codec, group) if group.size() > 1 else [obj]

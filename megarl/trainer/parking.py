@@ -1,10 +1,9 @@
-"""Parks the trainer's state in host memory, so that an engine can use its GPU meanwhile, and restores it bit for bit.
+"""Parks the trainer's state in host memory while an engine uses the GPU, and restores it bit for bit.
 
-Weights, main weights and Adam's moments are parked by storage: each distinct storage behind them is copied to a block
-of host memory, resized to 0, and later filled again in place. All views of it (parameters, shards of the distributed
-optimizer, buckets of DDP) refer to the same storage, so nothing has to be attached again, and nothing depends on
-Megatron's classes but where the tensors are found. Gradients are dropped, and are zero when they come back. The same
-calls run on a CPU and on a GPU.
+Weights, main weights and Adam's moments are parked by storage: each distinct storage is copied to a block of host
+memory, resized to 0, and later refilled in place. All views of it (parameters, shards of the distributed optimizer, DDP
+buckets) share the storage, so nothing has to be reattached; only finding the tensors depends on Megatron's classes.
+Gradients are dropped and return as zeros. The same calls run on CPU and GPU.
 
 Shapes: B bytes of a storage.
 """
@@ -34,7 +33,7 @@ EVERYTHING: frozenset[Part] = frozenset({"weights", "gradients", "optimizer", "f
 
 @dataclass
 class _Parked:
-    """A storage that has no memory now; `content_B` is None if what it held was dropped."""
+    """A storage without memory; `content_B` is None if its content was dropped."""
 
     part: Part
     storage: UntypedStorage
@@ -43,10 +42,7 @@ class _Parked:
 
 
 class StateMemory:
-    """The memory of a rank's model, optimizer and frozen models. Not collective: each rank moves its own.
-
-    `resident`: the parts that are on the device.
-    """
+    """Memory of a rank's model, optimizer and frozen models. Not collective. `resident`: the parts on the device."""
 
     def __init__(
         self,
@@ -55,32 +51,32 @@ class StateMemory:
         frozen: Sequence[torch.nn.Module] = (),
         before: int = 0,
     ) -> None:
-        """`frozen`: modules next to the policy; of them only what is always on the device is moved.
+        """`frozen`: other models, of which only tensors that stay on the device are moved.
 
-        `before`: the bytes of this process's own memory before it had any of these.
+        `before`: this process's anonymous memory, in bytes, before it built any of these.
         """
         self._before = before
         self._chunks, self._optimizer, self._frozen = chunks, optimizer, frozen
-        self._blocks: dict[int, tuple[UntypedStorage, Tensor]] = {}  # by storage; they are made once
+        self._blocks: dict[int, tuple[UntypedStorage, Tensor]] = {}  # by storage; each is allocated once
         self._parked: list[_Parked] = []
         self.resident: frozenset[Part] = EVERYTHING
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of host memory that parked contents have taken so far, and keep."""
+        """Bytes of host memory allocated for parked contents so far; they are kept."""
         return sum(content_B.numel() for _, content_B in self._blocks.values())
 
     @property
     def device_bytes(self) -> int:
-        """The bytes that torch's allocator has of the GPU now; on a CPU those that have come to this process since."""
+        """Bytes that torch's allocator has reserved on the GPU; on a CPU this process's growth since `before`."""
         if platforms.current().is_cuda:
             return torch.cuda.memory_reserved()
         return max(0, anonymous_bytes() - self._before)
 
     def hold(self, wanted: Collection[Part]) -> int:
-        """Have these parts on the device, and no others. Return the bytes that were copied.
+        """Keep exactly these parts on the device; return the bytes copied.
 
-        A part that comes back has the content that it had, gradients are zero.
+        A returning part has its former content; gradients are zero.
         """
         kept = frozenset(wanted)
         leaving, coming = self.resident - kept, kept - self.resident
@@ -96,12 +92,12 @@ class StateMemory:
     @torch.no_grad()
     def _park(self, parts: frozenset[Part]) -> int:
         if "gradients" in parts:
-            self._optimizer.zero_grad()  # the main weights may refer to gradients of their own
-            gc.collect()  # modules may hold activations of the last pass in cycles
+            self._optimizer.zero_grad()  # main weights may refer to their own gradients
+            gc.collect()  # modules may hold the last pass's activations in reference cycles
         found = list(self._storages(parts))
         for _, storage in found:
             if not storage.resizable():
-                raise RuntimeError(f"a storage of {storage.nbytes()} bytes of the trainer's state cannot give it back")
+                raise RuntimeError(f"a storage of {storage.nbytes()} bytes of the trainer's state cannot be freed")
         parked = [
             _Parked(part, storage, storage.nbytes(), None if part == "gradients" else self._block(storage))
             for part, storage in found
@@ -134,13 +130,13 @@ class StateMemory:
         return copied
 
     def _block(self, storage: UntypedStorage) -> Tensor:
-        """Return the block of host memory [B] of a storage, which is made when it is parked first."""
+        """Return a storage's block of host memory [B], allocated when it is first parked."""
         if storage._cdata not in self._blocks:
             self._blocks[storage._cdata] = storage, host_block(storage.nbytes())
         return self._blocks[storage._cdata][1]
 
     def _storages(self, parts: frozenset[Part]) -> Iterator[tuple[Part, UntypedStorage]]:
-        """Yield the distinct storages of these parts. One that several parts share belongs to the first of them."""
+        """Yield the distinct storages of these parts. A shared storage belongs to the first of its parts."""
         device, seen = platforms.current().device.type, set[int]()
         for part, tensors in self._tensors():
             for tensor in tensors:
@@ -158,26 +154,19 @@ class StateMemory:
             yield "weights", [parameter.data for parameter in chunk.parameters()]
             yield "gradients", [each.grad_data for each in buffers]
         for each in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
-            if each.optimizer is None:  # of a rank that has no parameter of its kind
+            if each.optimizer is None:  # the rank has no parameter of its kind
                 continue
             yield "optimizer", [weight.data for group in each.optimizer.param_groups for weight in group["params"]]
-            yield (
-                "optimizer",
-                [
-                    value
-                    for state in each.optimizer.state.values()
-                    for value in state.values()
-                    if torch.is_tensor(value)
-                ],
-            )
+            values = (value for state in each.optimizer.state.values() for value in state.values())
+            yield "optimizer", [value for value in values if torch.is_tensor(value)]
         yield "frozen", [tensor.data for module in self._frozen for tensor in module.parameters()]
 
 
 def host_block(nbytes: int) -> Tensor:
-    """Return new host memory [B] that copies from and to a GPU use directly.
+    """Return new pinned host memory [B].
 
-    It lies in a file without a name, so that its size is exact (torch's allocator of pinned memory rounds up to a power
-    of two), and in no count of a process's anonymous memory.
+    It is an anonymous file, so its size is exact (torch's pinned allocator rounds up to a power of two) and it does not
+    count as the process's anonymous memory.
     """
     file = os.memfd_create("megarl-parked")
     try:
@@ -201,7 +190,7 @@ def _synchronize() -> None:
 
 
 def _return_memory() -> None:
-    """Give freed memory back, so that another process can have it."""
+    """Return freed memory to the system, so that another process can use it."""
     if platforms.current().is_cuda:
         torch.cuda.empty_cache()
     else:

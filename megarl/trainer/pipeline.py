@@ -1,4 +1,4 @@
-"""Runs micro-batches through Megatron's own schedules (no pipeline, 1F1B, interleaved), with and without backward.
+"""Runs micro-batches through Megatron's schedules (no pipeline, 1F1B, interleaved), with and without backward.
 
 Shapes: T tokens of a micro-batch (T / TP under sequence parallelism), H hidden size.
 """
@@ -20,9 +20,9 @@ from megarl.trainer.batch import MicroBatch
 from megarl.trainer.moe import RoutedExperts
 
 Result = TypeVar("Result")
-# (the last stage's model chunk, its hidden states [1, T, H], the micro-batch) -> the result of the pass.
+# (the last stage's model chunk, its hidden states [1, T, H], the micro-batch) -> result of the pass.
 ForwardOnly = Callable[[GPTModel, Tensor, MicroBatch], Result]
-# The same -> (loss to be summed over micro-batches and ranks, tokens of the micro-batch, a result to return).
+# The same -> (loss to be summed over micro-batches and ranks, tokens of the micro-batch, result to return).
 WithLoss = Callable[[GPTModel, Tensor, MicroBatch], tuple[Tensor, int, Result]]
 
 
@@ -34,9 +34,8 @@ def forward_only(
 ) -> list[Result]:
     """Run all micro-batches through the pipeline in one pass, without gradients, in evaluation mode.
 
-    `routed`: records or replays the experts of the chunks' routers; the caller ends it.
-
-    Returns the results of `function` in micro-batch order on the last stage, [] on the other stages.
+    `routed`: records or replays the experts of the chunks' routers; the caller ends it. Returns the results of
+    `function` in micro-batch order on the last stage, [] on other stages.
     """
     for chunk in chunks:
         chunk.eval()
@@ -57,10 +56,9 @@ def forward_backward(
 ) -> list[Any]:  # Megatron's schedules are untyped
     """Run forward and backward of all micro-batches. Megatron reduces and scales the gradients at the end.
 
-    `on_backward` is called on every rank with each micro-batch whose gradient has reached the rank's first chunk. None:
-    there is no backward pass, and `function` is a `ForwardOnly`, otherwise a `WithLoss`.
-
-    Returns the (third) results of `function` in micro-batch order on the last stage, [] on the other stages.
+    `on_backward` is called on every rank with each micro-batch whose gradient has reached the rank's first chunk.
+    `function` is a `WithLoss`; if `on_backward` is None there is no backward pass, and it is a `ForwardOnly`. Returns
+    the (third) results of `function` in micro-batch order on the last stage, [] on other stages.
     """
     iterators = [iter(micro_batches) for _ in chunks]
     return get_forward_backward_func()(
@@ -70,7 +68,7 @@ def forward_backward(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(micro_batches),
-        # Megatron requires a value, but with variable_seq_lengths the stages send each other the true shapes.
+        # Megatron requires a value, but with variable_seq_lengths the stages exchange the true shapes.
         seq_length=max(batch.input_ids_1T.shape[1] for batch in micro_batches),
         micro_batch_size=1,
         forward_only=on_backward is None,
@@ -89,15 +87,14 @@ def _forward_step(
 ) -> tuple[Tensor, Callable[..., object]]:
     """Run one micro-batch through one model chunk, as Megatron's schedules call it.
 
-    `on_backward` is called with the micro-batch when the gradient of the output of the chunk `first` is there.
-
-    Returns the chunk's output, and the function that the schedule calls on the last stage's output.
+    `on_backward` is called with the micro-batch once the gradient of chunk `first`'s output is computed. Returns the
+    chunk's output, and the function that the schedule calls on the last stage's output.
     """
     batch = next(iterator)
     chunk = unwrap(model)
     arguments: dict[str, Any] = {}
     if chunk.config.bf16:
-        arguments["fp32_output"] = False  # the output is hidden states; only the log-probs are computed in fp32
+        arguments["fp32_output"] = False  # the output is hidden states; only log-probs are computed in fp32
     if chunk.config.num_moe_experts:
         arguments["padding_mask"] = _padding_mask(chunk, batch)
     if batch.images is not None and chunk.pre_process:
@@ -114,7 +111,7 @@ def _forward_step(
     if routed is not None and on_backward is None and batch.routes_TLK is None:
         routed.keep(chunk, batch.input_ids_1T.shape[1])
     if routed is not None and on_backward is not None:
-        # What the backward pass computes again has to be of this micro-batch, not of the last one that went forward.
+        # Recomputation in backward must use this micro-batch's routes, not those of the last forward pass.
         output_1TH.register_hook(lambda gradient_1TH: routed.begin(chunk, batch.routes_TLK))
     if on_backward is not None and model is first:
         output_1TH.register_hook(lambda gradient_1TH: on_backward(batch))
@@ -130,7 +127,7 @@ def _forward_step(
 
 
 def _padding_mask(chunk: GPTModel, batch: MicroBatch) -> Tensor | None:
-    """Return the mask of the tokens that routers must not balance, bool [1, rows of this chunk], or None."""
+    """Return the mask of tokens that routers must not balance, bool [1, rows of this chunk], or None."""
     mask_1T = batch.padding_1T
     if mask_1T is not None and chunk.config.sequence_parallel and not chunk.pre_process:
         # Megatron scatters the mask over the tensor ranks on the first stage only.

@@ -1,10 +1,9 @@
-"""The policy on this rank: its share of the model, the log-prob passes and the updates, through Megatron-Core.
+"""The policy on this rank: its share of the model, log-prob passes and updates, through Megatron-Core.
 
-The loss of a micro-batch is its share of the mini-batch's objective, by token weights that global counts determine. The
-shares add up, so no split into micro-batches, replicas or pipeline stages can change the gradient.
+A micro-batch's loss is its share of the mini-batch's objective; global counts determine the token weights. Shares add
+up, so no split into micro-batches, replicas or pipeline stages changes the gradient.
 
-Shapes: T tokens of a micro-batch, R response tokens, H hidden size, K sum keys and M maximum keys of the loss
-statistics.
+Shapes: T tokens of a micro-batch, R response tokens, H hidden size, K sum and M maximum keys of the loss statistics.
 """
 
 from __future__ import annotations
@@ -73,15 +72,15 @@ __all__ = ["NoTokensError", "NonFiniteError", "Policy", "StepRefused", "TrainSam
 
 
 class NoTokensError(ValueError):
-    """No token of a mini-batch has a weight in any term of the loss. Raised on all ranks; nothing has changed."""
+    """No token of a mini-batch has a weight in any term of the loss. Raised on all ranks, before anything changes."""
 
 
 @dataclass(frozen=True)
 class _Shapes:
-    """The facts about its samples that a replica sends to all replicas."""
+    """What a replica reports about its samples to all replicas."""
 
     lengths: list[int]  # tokens of prompt and response
-    images: list[int]  # tokens among them that stand for images
+    images: list[int]  # image tokens among them
     trained: list[int]  # tokens in the loss
     streams: list[str]  # `common_streams` of its samples
 
@@ -91,10 +90,10 @@ _COUNTS: Codec[TermCounts] = codec_of(TermCounts)
 
 
 class Policy:
-    """Holds model, optimizer and schedule of this rank. All methods are collective over the world.
+    """Holds model, optimizer and schedule of this rank. All methods are collective over all ranks.
 
-    `parallel.initialize(layout, ...)` must have been called. The reference model is built only if the config needs one.
-    `loss` replaces the loss that the config section `algorithm` describes.
+    Call `parallel.initialize(layout, ...)` first. The reference model is built only if the config needs one. `loss`
+    replaces the loss of the config section `algorithm`.
     """
 
     def __init__(self, config: Config, layout: Layout, info: ModelInfo, loss: LossFunction | None = None) -> None:
@@ -103,14 +102,14 @@ class Policy:
         self._objective = objective_of(config)
         self._loss = loss or self._configured_loss
         self._compiled_head = platforms.current().is_cuda
-        # A loss that the caller brought may need the entropy; the configured one needs it for its bonus only.
+        # A caller's loss may need the entropy; the configured loss needs it for its bonus only.
         self._needs_entropy = loss is not None or self._objective.entropy_coef != 0
         self._needed_streams = needed_streams(config, self._objective) if loss is None else []
-        # The stream of the engine's log-probs, if an update compares them with the trainer's by their source.
+        # The stream of the engine's log-probs, for updates that compare them with the trainer's by source.
         self._engine_stream = ROLLOUT_LOGPROBS if self._objective.correction else OLD_LOGPROBS
         self._buckets = 0 if recomputes_old_logprobs(config) else SourceBuckets.of(config).size
         self.source_gaps = OriginGaps.zeros(self._buckets)  # of the last update over all ranks, on the CPU
-        # Keys of this replica's samples that the backward passes of the last update have gone through.
+        # Keys of this replica's samples that went through the last update's backward passes.
         self.trained_keys: list[str] = []
         precision, fields = config.trainer.precision, transformer_fields(config.trainer, config.megatron)
         replays = {"moe_enable_routing_replay": True} if config.trainer.router_replay != "none" else {}
@@ -121,13 +120,13 @@ class Policy:
         if config.model.load_weights:
             load_weights(chunks, info, config.model.path)
         self._packer: ImagePacker | None = None
-        # Set it before the first sample that has images; it is called on the ranks of the first pipeline stage.
+        # Set it before the first sample with images; it is called on the ranks of the first pipeline stage.
         self.read_patches: ReadPatches | None = None
         if info.vision is not None:
             self._packer = self._prepare_vision(info.vision, chunks)
         for chunk in chunks:
             return_hidden_states(chunk)
-        # None: the routers always choose by themselves, as those of the reference and of teachers do.
+        # None: the routers always choose, as those of the reference and the teachers do.
         self.routed = RoutedExperts(chunks, self.tf_config) if replays else None
         ddp = ddp_fields(config.trainer, config.megatron)
         self.module_chunks = data_parallel_wrap(ddp, self.tf_config, list(map(precision_wrap, chunks)))
@@ -153,7 +152,7 @@ class Policy:
             keep_freed_memory()
 
     def _prepare_vision(self, tower: VisionTower, chunks: Sequence[GPTModel]) -> ImagePacker:
-        """Freeze what `model.vision.train` leaves out of the tower, and return the packer of images."""
+        """Freeze the parts of the tower that `model.vision.train` excludes; return the packer of images."""
         from megarl.models.megatron.vision_model import freeze_vision
         from megarl.trainer.packed_images import ImagePacker
 
@@ -167,13 +166,13 @@ class Policy:
 
     @property
     def reference_step(self) -> int:
-        """The steps after which the reference model has taken the policy's weights; 0: it has those it began with."""
+        """The step after which the reference model last took the policy's weights; 0: never."""
         return 0 if self.reference is None else self.reference.refreshed
 
     def refresh_reference(self, steps_done: int) -> bool:
-        """Give the reference model the policy's weights if that is due after `steps_done` steps; return whether it was.
+        """Copy the policy's weights to the reference model if due after `steps_done` steps; return whether it was.
 
-        Collective only in that every rank must call it: each copies its own shards.
+        Every rank must call it; each copies its own shards.
         """
         every = self.config.reference.refresh_steps
         if self.reference is None or every is None or steps_done == 0 or steps_done % every:
@@ -186,11 +185,9 @@ class Policy:
     ) -> list[Tensor]:
         """Return the log-probs of the response tokens of this replica's samples, fp32 [R] each, on the CPU, in order.
 
-        They are those of the policy, of the `reference`, or of a `teacher` that the ranks hold, at the sampling
-        temperature.
-
-        Call it on every rank with the samples of its replica, which may be none. All micro-batches run through the
-        pipeline in one pass; the result is complete on every rank.
+        Of the policy, the `reference`, or a `teacher` on the trainer's ranks, at the sampling temperature. Call it on
+        every rank with its replica's samples, which may be none. All micro-batches run through the pipeline in one
+        pass; the result is complete on every rank.
 
         Raises:
             ValueError: `reference` is True, but there is no reference model.
@@ -221,9 +218,9 @@ class Policy:
         return [by_index[index].clone() for index in range(len(samples))]
 
     def set_routes(self, samples: Iterable[TrainSample], routes: Mapping[str, Routes | None]) -> None:
-        """Let the routers of this rank replay the experts that engines have chosen, with `trainer.router_replay: r3`.
+        """Let this rank's routers replay the engines' choices of experts, with `trainer.router_replay: r3`.
 
-        `routes`: by the key of a sample. A pass or an update refuses a sample without any.
+        `routes`: by sample key. Passes and updates refuse a sample without routes.
         """
         for sample in samples if self.config.trainer.router_replay == "r3" else ():
             if self.routed is not None and (given := routes[sample.key]) is not None:
@@ -234,7 +231,7 @@ class Policy:
             check_routes(samples, self.routed.spec)
 
     def _keep_routes(self, samples: Sequence[TrainSample], micro_batches: Sequence[MicroBatch]) -> None:
-        """End a pass of the policy; give samples the experts that it has recorded, if they had none."""
+        """End a pass of the policy; give samples without routes the recorded ones."""
         if self.routed is None:
             return
         free = [batch for batch in micro_batches if batch.routes_TLK is None]
@@ -259,25 +256,25 @@ class Policy:
     ) -> dict[str, float]:
         """Make one optimizer update on a mini-batch. `samples` are this replica's, `counts` those of all replicas.
 
-        `another_follows`: the next call is another update, whose forward pass then gathers the new weights layer by
-        layer (`overlap_param_gather`). Otherwise the weights are complete when the method returns.
-        `measure_entropy`: False saves the pass over the logits that the entropy needs, unless the loss contains it.
-        `check` is called on every rank with the metrics of the loss before a weight changes, and may raise StepRefused.
+        `another_follows`: the next call is another update, whose forward pass gathers the new weights layer by layer
+        (`overlap_param_gather`). Otherwise the weights are complete on return. `measure_entropy`: False saves the
+        entropy's pass over the logits, unless the loss contains it. `check` is called on every rank with the loss's
+        metrics before a weight changes, and may raise StepRefused.
 
         Returns:
             Metrics reduced over all ranks and equal on each: `LossStats.means`, with a correction
-            `LossStats.correction_means`, lr, grad_norm, MoE losses. An entropy that was not computed is left out.
+            `LossStats.correction_means`, lr, grad_norm, MoE losses, and the entropy if it was computed.
 
         Raises:
             ValueError: `counts` differs from the counts of all replicas' samples, or a sample lacks a stream that the
                 loss needs (`advantages`, `old_logprobs`, ...).
             NoTokensError: no sample has a trained token, or none of them has a weight in any term.
-            NonFiniteError: the loss or the gradient norm is not finite; no weight has changed, nor has the schedule.
+            NonFiniteError: the loss or gradient norm is not finite; weights and schedule are unchanged.
         """
         try:
             metrics = self.compute_gradients(samples, counts, measure_entropy=measure_entropy)
         except NoTokensError:
-            if not another_follows:  # an update before this one has left its weights to be gathered by this one
+            if not another_follows:  # the previous update left gathering its weights to this one
                 self._complete_weights()
             raise
         if not math.isfinite(metrics["loss"]):
@@ -287,14 +284,14 @@ class Policy:
         try:
             _, grad_norm, _ = self.optimizer.step()
         except NonFiniteError:
-            self.scheduler.step(-1)  # it counts updates, and the rate depends on nothing but their number
+            self.scheduler.step(-1)  # the rate depends only on the number of updates
             raise
         if not another_follows:
             self._complete_weights()
         return metrics | {"grad_norm": float(grad_norm), "lr": self.learning_rate}
 
     def _complete_weights(self) -> None:
-        """Gather the new weights where the next forward pass would, because export and weight sync come before it."""
+        """Gather the new weights if the next forward pass would: export and weight sync come first."""
         for chunk in self.module_chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -304,7 +301,7 @@ class Policy:
     ) -> dict[str, float]:
         """Run the first half of `update`: leave reduced gradients in DDP's buffers, return the loss's metrics.
 
-        The weights do not change. Raises as `update` does, except NonFiniteError.
+        The weights do not change. Raises like `update`, except NonFiniteError.
         """
         self._check_trainable(samples)
         self._check_routes(samples)
@@ -339,7 +336,7 @@ class Policy:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the last update; before the first update, that of the schedule's start."""
+        """The learning rate of the last update; before any update, the schedule's first."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _configured_loss(self, inputs: LossInputs) -> MicroBatchLoss:
@@ -348,7 +345,7 @@ class Policy:
     def _term_counts(
         self, samples: Sequence[TrainSample], trained: GlobalCounts, streams: Collection[str]
     ) -> TermCounts:
-        """Return the counts of each term over all replicas. Collective if samples bring weights in their `streams`.
+        """Return the counts of each term over all replicas. Collective if `streams` contains weights.
 
         Raises NoTokensError if no token is in any term.
         """
@@ -364,9 +361,9 @@ class Policy:
     def _loss_function(
         self, tokens: int, terms: TermCounts, with_entropy: bool, gaps: OriginGaps
     ) -> WithLoss[LossStats]:
-        """Return the function that the pipeline calls on the hidden states of each micro-batch; it adds to `gaps`.
+        """Return the function that the pipeline calls on each micro-batch's hidden states; it adds to `gaps`.
 
-        `tokens`: of all samples of all replicas, prompts included.
+        `tokens`: of all samples of all replicas, including prompts.
         """
 
         def loss(chunk: GPTModel, hidden_1TH: Tensor, batch: MicroBatch) -> tuple[Tensor, int, LossStats]:
@@ -383,8 +380,8 @@ class Policy:
                     entropy_R=entropy_R,
                 )
             )
-            # Megatron divides all gradients by the sum of `tokens`, as the routers' auxiliary losses need. The policy
-            # loss is an exact share already: the factor cancels that.
+            # Megatron divides all gradients by the sum of `tokens`, for the routers' auxiliary losses. The policy loss
+            # is an exact share already, so the factor cancels the division.
             return result.loss * tokens, batch.tokens, result.stats
 
         return loss
@@ -409,7 +406,7 @@ class Policy:
         )
 
     def _tell_all(self, samples: Sequence[TrainSample]) -> list[_Shapes]:
-        """Share these samples with all replicas, and return what each has shared. Collective."""
+        """Report these samples to all replicas; return what each reports. Collective."""
         self.memory.require()
         trained = [sample.trained_tokens for sample in samples]
         images = [sample.image_tokens for sample in samples]
@@ -417,9 +414,9 @@ class Policy:
         return all_gather(own, _SHAPES, parallel_state.get_data_parallel_group())
 
     def _pack(self, samples: Sequence[TrainSample], everyone: Sequence[_Shapes]) -> tuple[list[MicroBatch], int]:
-        """Return this replica's micro-batches on the device, and how many of all replicas hold samples.
+        """Return this replica's micro-batches on the device, and the number of non-empty ones of all replicas.
 
-        Raises ValueError for a sample that is wrong.
+        Raises ValueError for an invalid sample.
         """
         check_samples(samples, self.info.vocab_size, sees=self._packer is not None)
         layout, stages = self.layout, self.layout.pipeline
@@ -469,9 +466,9 @@ class Policy:
         return values_R.cpu()
 
     def _reduce(self, parts: list[LossStats], gaps: OriginGaps) -> dict[str, float]:
-        """Reduce the statistics of all micro-batches of all replicas, to which one rank per replica contributes.
+        """Reduce the statistics of all micro-batches of all replicas; one rank per replica contributes.
 
-        Those by source travel with the others, and are in `source_gaps` then.
+        The same collectives reduce `source_gaps`.
         """
         device = platforms.current().device
         first = parallel_state.get_tensor_and_context_parallel_group().rank() == 0

@@ -1,6 +1,6 @@
-"""Models next to the policy that are never trained, whose weights are on the device, or in host memory between passes.
+"""Frozen models next to the policy. Their weights stay on the device, or in host memory between passes.
 
-Its tensors may have any shape.
+Tensors may have any shape.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WeightsPlace = Literal["gpu", "cpu_offload"]
 class Placement:
     """Keeps the tensors of frozen modules on `device`, either always (`gpu`) or only inside `resident()`.
 
-    `uploads`: whether each `resident()` brings them to the device.
+    `uploads`: whether each `resident()` copies them to the device.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Placement:
 
     @contextmanager
     def resident(self) -> Iterator[None]:
-        """Hold the tensors on the device inside the context. Afterwards they are in host memory, unchanged."""
+        """Hold the tensors on the device inside the context; then return to host memory, unchanged."""
         for tensor, home in zip(self._tensors, self._home, strict=True):
             tensor.data = self._upload(home)
         try:
@@ -66,16 +66,16 @@ class Placement:
 
 
 class FrozenModel:
-    """A model that only computes log-probs, in the policy's layout, with the weights of `path`.
+    """A model that only computes log-probs, in the policy's layout, with the weights and `info` of `path`.
 
-    `info`: of the model at `path`, which may have another size than the policy.
+    It may have another size than the policy.
     """
 
     def __init__(
         self, info: ModelInfo, layout: Layout, path: Path, placement: WeightsPlace, precision: Precision,
         fields: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """`fields`: of Megatron's TransformerConfig, as `transformer_fields` returns them."""
+        """`fields`: of Megatron's TransformerConfig, from `transformer_fields`."""
         self.info = info
         tf_config = transformer_config(info, layout, precision, fields, initialize=False)
         chunks = build_model(info, tf_config, layout)
@@ -90,14 +90,14 @@ class FrozenModel:
 class ReferenceModel(FrozenModel):
     """The policy's architecture and layout, with other weights.
 
-    `refreshed`: the number of steps after which it has taken the policy's weights; 0 if it has not.
+    `refreshed`: the step after which it last took the policy's weights; 0 = never.
     """
 
     refreshed = 0
 
     @torch.no_grad()
     def take_weights(self, chunks: Sequence[torch.nn.Module], steps: int) -> None:
-        """Copy the policy's `chunks`, as they are after `steps` steps. Every rank copies its own shards."""
+        """Copy the policy's `chunks`, as of `steps` steps. Every rank copies its own shards."""
         for own, other in zip(self.chunks, chunks, strict=True):
             tensors = zip(_tensors(own), _tensors(other), strict=True)
             for (name, target), (source_name, source) in tensors:
@@ -108,7 +108,7 @@ class ReferenceModel(FrozenModel):
 
 
 def _tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of a chunk, whatever it is wrapped in."""
+    """Yield name and tensor of a chunk's parameters and buffers, under any wrappers."""
     model = unwrap(chunk)
     yield from model.named_parameters()
     yield from model.named_buffers()

@@ -132,7 +132,7 @@ BROKEN_LOSSES = {
     mean_over_masked_tokens: "the number of masked tokens changes it",
     by_the_place_in_the_pack: "the order of the sequences changes it",
     unbounded: "bound the ratio, for example with inputs.ratio",
-    at_random: "another result when it is called again",
+    at_random: "a second call gives another result",
     in_place: "changes its inputs",
     not_without_tokens: "fails on 0 tokens of 0 sequences",
     of_numbers_as_flags: "high_R of torch.float64; it has to be bool",
@@ -191,7 +191,7 @@ BROKEN_ADVANTAGES = {
     sorts_its_inputs: "changes its inputs",
     another_number_of_turns: "returned 1 numbers for 2 turns",
     by_the_first_sample_s_turns: "the order of the samples of a group changes it",
-    counts_its_calls: "another result when it is called again",
+    counts_its_calls: "a second call gives another result",
 }
 
 

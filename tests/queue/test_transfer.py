@@ -124,7 +124,7 @@ def test_a_row_is_read_by_a_process_that_has_declared_its_streams_in_another_ord
 def test_a_row_without_a_stream_that_this_process_has_declared_is_refused() -> None:
     row = Trajectory(0, 1, [1, 2], [3, 4], [-0.5] * 2, (VersionSpan(0, 0, 2),), "stop", 1.0)
     written = encode([row])
-    with declared(), pytest.raises(ValueError, match=r"or this process has declared other streams: \['test_weight'\]"):
+    with declared(), pytest.raises(ValueError, match=r"or this process declares other streams: \['test_weight'\]"):
         decode(*written)
 
 
@@ -391,7 +391,7 @@ def test_a_queue_that_hangs_is_an_error_naming_the_wait(queue: dict[str, Any]) -
     reader.timeout_s = 0.2
     with pytest.raises(
         TimeoutError,
-        match=r"trainer rank 3 waited 0 s \(timeouts.rpc_s\) for the trajectory queue to tell the tags of 1 rows",
+        match=r"trainer rank 3 waited 0 s \(timeouts.rpc_s\) for the trajectory queue to send the tags of 1 rows",
     ):
         reader.read_tags(["0:0"])
     release.set()

@@ -166,7 +166,7 @@ def test_a_socket_of_another_type_is_refused(library: Any) -> None:
 
 def test_another_version_of_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "0.1.12")
-    with pytest.raises(RuntimeError, match=r"TransferQueue 0\.1\.11 makes sockets, but 0\.1\.12 is installed"):
+    with pytest.raises(RuntimeError, match=r"lock TransferQueue 0\.1\.11, but 0\.1\.12 is installed"):
         socket_auth.lock()
 
 

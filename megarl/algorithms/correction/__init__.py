@@ -1,1 +1,1 @@
-"""Off-policy corrections: weights and masks of token losses."""
+"""Off-policy corrections: weights and masks for token losses."""

@@ -1,11 +1,11 @@
 """Off-policy corrections: weights and masks for the losses of tokens that another policy sampled.
 
-Three policies meet in an update: the one that sampled (the engine's log-probs; of older weights if generation ran
-ahead, and of another implementation in any case), the proximal one (the trainer's before the first update of the step)
-and the current one. PPO's ratio is current / proximal; its clip bounds what the step's own updates change. The weight
-is proximal / sampling, and carries no gradient. Their product is the importance ratio current / sampling. This is the
-decoupled objective (arXiv:2110.00641; AReaL, arXiv:2505.24298), here with a bound on the weight, and with masks for
-tokens and sequences on which the two policies are too far apart.
+An update involves three policies. The sampling policy is the engine's: another implementation, and older weights if
+generation ran ahead. The proximal policy is the trainer's before the first update of the step. The third is the current
+one. PPO's ratio is current / proximal; its clip bounds what the step's updates change. The weight is proximal /
+sampling, without gradient; their product is the importance ratio current / sampling. This is the decoupled objective
+(arXiv:2110.00641; AReaL, arXiv:2505.24298), with a bound on the weight, and masks for tokens and sequences on which
+the two policies are too far apart.
 
 Shapes: R response tokens, S sequences.
 """
@@ -25,18 +25,15 @@ from megarl.algorithms.correction.ratios import LogRatios, TrainedTokens, bounde
 __all__ = ["CorrectionSpec", "TokenWeights", "importance_weights", "proximal_logprobs"]
 
 # The proximal policy's log-probs without a forward pass: interpolated by version (AReaL's `loglinear`).
-#
-# Shapes: R response tokens.
 
 
 def interpolation(lags: Sequence[int], updates: int) -> Tensor:
-    """Return the share alpha of the current policy in the proximal one, fp32 [R], each in [0, 1].
+    """Return the current policy's share alpha in the proximal one: lag / (lag + updates), fp32 [R], in [0, 1].
 
-    `lags`: of each token, the number of optimizer updates from the weights that sampled it to the proximal policy's.
-    `updates`: from there to the current policy's. It is lag / (lag + updates), and 1 if the current policy is the
-    proximal one. With versions b (sampling), v (proximal) and w (current) that is AReaL's (v - b) / (w - b)
-    (1.0.4, trainer/ppo/actor.py). AReaL always takes v = w - 1, where w counts steps; here v is the version before the
-    first update of the step, which is what a log-prob pass would use.
+    `lags`: per token, optimizer updates from the weights that sampled it to the proximal policy's. `updates`: from
+    there to the current policy's; with 0, alpha is 1. With versions b (sampling), v (proximal) and w (current) this is
+    AReaL's (v - b) / (w - b) (1.0.4, trainer/ppo/actor.py). AReaL always takes v = w - 1, where w counts steps; here v
+    is the version before the first update of the step, as in a log-prob pass.
 
     Raises ValueError for a token of newer weights than the proximal policy's.
     """
@@ -49,10 +46,10 @@ def interpolation(lags: Sequence[int], updates: int) -> Tensor:
 
 
 def loglinear(current_R: Tensor, sampling_R: Tensor, alpha_R: Tensor) -> Tensor:
-    """Return (1 - alpha) log q + alpha log pi of each token, [R], detached: the geometric mean of two probabilities.
+    """Return (1 - alpha) log q + alpha log pi of each token, [R], detached: a weighted geometric mean.
 
-    `current_R` (log pi) and `sampling_R` (log q): log-probs of the current policy and of the one that sampled;
-    `alpha_R`: `interpolation`. Where alpha is 1 the result is the current log-prob, bit for bit.
+    `current_R` (log pi) and `sampling_R` (log q): log-probs of the current and the sampling policy; `alpha_R`:
+    `interpolation`. With alpha 1 the result is the current log-prob, bit for bit.
     """
     current_R = current_R.detach()
     sampling_R = sampling_R.to(current_R.dtype)
@@ -60,10 +57,10 @@ def loglinear(current_R: Tensor, sampling_R: Tensor, alpha_R: Tensor) -> Tensor:
     return torch.where(alpha_R == 1.0, current_R, mixed_R)
 
 
-# Importance weights of token losses, p / q, with a bound.
+# Bounded importance weights p / q of token losses, without gradient.
 #
-# p is the probability of the sampled token under the proximal policy, q under the one that sampled. The weights carry
-# no gradient. A sequence's weight is that of each of its tokens.
+# p is the probability of the sampled token under the proximal policy, q under the sampling policy. A sequence's weight
+# applies to each of its tokens.
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class BoundedWeights:
 
 
 def none(ratios: LogRatios, options: CorrectionSpec) -> BoundedWeights:
-    """Return 1 for every trained token: the decoupled objective with both policies taken as equal."""
+    """Return 1 for every trained token: the decoupled objective with equal policies."""
     neither_R = torch.zeros_like(ratios.keep_R)
     return BoundedWeights(ratios.keep_R.to(ratios.values_R.dtype), neither_R, neither_R)
 
@@ -84,10 +81,8 @@ def none(ratios: LogRatios, options: CorrectionSpec) -> BoundedWeights:
 def token_tis(ratios: LogRatios, options: CorrectionSpec) -> BoundedWeights:
     """Return min(p / q, cap) of each token: truncated importance sampling.
 
-    It equals verl's `rollout_is: token` with `rollout_is_threshold: cap`, TRL's `token_truncate` and AReaL's
-    `{level: token, action: clamp, metric: ratio, upper: cap}`.
-
-    Ionides 2008; fengyao.notion.site/off-policy-rl.
+    Equals verl's `rollout_is: token` with `rollout_is_threshold: cap`, TRL's `token_truncate` and AReaL's `{level:
+    token, action: clamp, metric: ratio, upper: cap}`. Ionides 2008; fengyao.notion.site/off-policy-rl.
     """
     return _truncated(ratios, bounded_exp(ratios.values_R), options.cap)
 
@@ -95,32 +90,26 @@ def token_tis(ratios: LogRatios, options: CorrectionSpec) -> BoundedWeights:
 def sequence_tis(ratios: LogRatios, options: CorrectionSpec) -> BoundedWeights:
     """Return min(product of p / q over the sequence, cap) for each of its tokens.
 
-    It equals verl's `rollout_is: sequence` and TRL's `sequence_truncate`. AReaL's sequence weight is another one: the
-    geometric mean, and bounded only where the sequence is out of bounds.
-
-    Ionides 2008; richardli.xyz/rl-collapse.
+    Equals verl's `rollout_is: sequence` and TRL's `sequence_truncate`. AReaL's sequence weight differs: the geometric
+    mean, bounded only if the sequence is out of bounds. Ionides 2008; richardli.xyz/rl-collapse.
     """
     return _truncated(ratios, bounded_exp(ratios.sums(ratios.values_R))[ratios.ids_R], options.cap)
 
 
 def icepop(ratios: LogRatios, options: CorrectionSpec) -> BoundedWeights:
-    """Return p / q of each token inside [low, high], and 0 outside.
+    """Return p / q of each token inside [low, high], and 0 outside (IcePop, arXiv:2510.18855).
 
-    It equals verl's `rollout_is: token` with `rollout_is_threshold: "low_high"`, TRL's `token_mask` and AReaL's
+    Equals verl's `rollout_is: token` with `rollout_is_threshold: "low_high"`, TRL's `token_mask` and AReaL's
     `{level: token, action: mask, metric: ratio}`.
-
-    arXiv:2510.18855.
     """
     return _banded(ratios, bounded_exp(ratios.values_R), options)
 
 
 def sequence_mis(ratios: LogRatios, options: CorrectionSpec) -> BoundedWeights:
-    """Return the product of p / q over the sequence for each of its tokens, inside [low, high], and 0 outside.
+    """Return the product of p / q over the sequence for each of its tokens if inside [low, high], else 0.
 
-    It equals verl's `rollout_is: sequence` with `rollout_is_threshold: "low_high"` and TRL's `sequence_mask`, its
-    default, which has an upper bound of 3 and none below.
-
-    Masked importance sampling, richardli.xyz/rl-collapse.
+    Masked importance sampling, richardli.xyz/rl-collapse. Equals verl's `rollout_is: sequence` with
+    `rollout_is_threshold: "low_high"` and TRL's default `sequence_mask`, whose only bound is 3 above.
     """
     return _banded(ratios, bounded_exp(ratios.sums(ratios.values_R))[ratios.ids_R], options)
 
@@ -137,7 +126,7 @@ def _banded(ratios: LogRatios, ratio_R: Tensor, options: CorrectionSpec) -> Boun
     return BoundedWeights(weights_R, torch.zeros_like(inside_R), ratios.keep_R & ~inside_R)
 
 
-# By the names of the config.
+# By config name.
 WEIGHTS: dict[WeightKind, Callable[[LogRatios, CorrectionSpec], BoundedWeights]] = {
     "none": none,
     "token_tis": token_tis,
@@ -151,9 +140,8 @@ WEIGHTS: dict[WeightKind, Callable[[LogRatios, CorrectionSpec], BoundedWeights]]
 class TokenWeights:
     """The coefficient of each token's policy loss. `weights_R`: [R], detached, 0 where masked or not trained.
 
-    `capped_R`: [R] bool, the tokens whose weight the cap has cut, and that no mask leaves out. `dropped_R`: [R] bool,
-    trained tokens that a band or a mask leaves out. `rejections`: what each mask does by itself. `tokens`: which tokens
-    are trained.
+    `capped_R`: [R] bool, tokens cut at the cap that no mask excludes. `dropped_R`: [R] bool, trained tokens that a band
+    or a mask excludes. `rejections`: the effect of each mask alone. `tokens`: the trained tokens.
     """
 
     tokens: TrainedTokens
@@ -164,7 +152,7 @@ class TokenWeights:
 
     @property
     def rejected(self) -> Tensor:
-        """The tokens that at least one mask leaves out, [R] bool."""
+        """The tokens that any mask excludes, [R] bool."""
         nothing_R = torch.zeros_like(self.dropped_R)
         return torch.stack([nothing_R, *(each.rejected_R for each in self.rejections)]).any(dim=0)
 
@@ -174,9 +162,9 @@ def importance_weights(
 ) -> TokenWeights:
     """Return the coefficient of each token's policy loss: the weight of `correction.kind`, 0 where a mask rejects.
 
-    `proximal_R`, `sampling_R`: log-probs, [R], at the sampling temperature; the weights are in their dtype, at least
-    fp32. `keep_R` (bool) marks the trained tokens. What stands elsewhere, NaN included, is ignored. `cu_seqlens`:
-    int32 [S + 1], of whole sequences.
+    `proximal_R`, `sampling_R`: log-probs, [R], at the sampling temperature; the weights have their dtype, at least
+    fp32. `keep_R` (bool) marks the trained tokens; other values, even NaN, are ignored. `cu_seqlens`: int32 [S + 1], of
+    whole sequences.
     """
     ratios = LogRatios.between(proximal_R, sampling_R, keep_R, cu_seqlens)
     weights = WEIGHTS[correction.kind](ratios, correction)
@@ -199,10 +187,10 @@ def importance_weights(
 
 
 def proximal_logprobs(correction: CorrectionSpec, logprobs_R: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-    """Return the proximal policy's log-probs, [R], detached.
+    """Return the proximal policy's log-probs, [R], detached: the stream `old_logprobs`.
 
-    They are the stream `old_logprobs`; without it the proximal policy is the current one, as in the first update of a
-    step. `loglinear` interpolates them, by the streams `rollout_logprobs` and `proximal_alpha`.
+    Without it the proximal policy is the current one, as in a step's first update. `loglinear` interpolates by the
+    streams `rollout_logprobs` and `proximal_alpha`.
     """
     if correction.proximal == "loglinear":
         return loglinear(logprobs_R, streams["rollout_logprobs"], streams["proximal_alpha"])

@@ -1,7 +1,6 @@
-"""The config section `algorithm.correction`: one weight, any number of masks, and where the proximal policy comes from.
+"""The config section `algorithm.correction`: one weight, any number of masks, and the source of the proximal policy.
 
-Imports no torch, because the whole config is read without it. What the names mean is in `masks.py`
-and `apply.py`.
+Imports no torch, because the config is read without it. `masks.py` and `apply.py` define the names.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ CAPPED, BANDED = ("token_tis", "sequence_tis"), ("icepop", "sequence_mis")
 
 
 class MaskConfig(Section):
-    """Leaves out tokens or whole sequences on which the two policies are too far apart."""
+    """Excludes tokens or whole sequences on which the two policies are too far apart."""
 
     kind: MaskKind = Field(
         ...,
@@ -49,10 +48,10 @@ class MaskConfig(Section):
     low: float | None = Field(
         None,
         gt=0,
-        description="Least ratio that is kept, of `token`, `sequence` and `geometric`; of k1 the least exp(k1), which "
-        "is a ratio q / p. Default: 1 / high. k2 and k3 have none.",
+        description="Least ratio that `token`, `sequence` and `geometric` keep; for k1 the least exp(k1), which is a "
+        "ratio q / p. Default: 1 / high. k2 and k3 have none.",
     )
-    high: float = Field(..., gt=0, description="The same, largest ratio; of k2 and k3 the largest estimate in nats.")
+    high: float = Field(..., gt=0, description="The largest such ratio; for k2 and k3 the largest estimate in nats.")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -63,7 +62,7 @@ class MaskConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Correction of the policy loss for tokens that older weights, or the engine's arithmetic, sampled."""
+    """Corrects the policy loss for tokens sampled by older weights or with the engine's arithmetic."""
 
     kind: Literal["auto", WeightKind] = Field(
         "auto",
@@ -71,28 +70,27 @@ class CorrectionConfig(Section):
         "the trainer's before the first update of the step, which is then also the denominator of the ratio "
         "(decoupled PPO). token_tis: truncated importance sampling, min(p / q, cap). sequence_tis: the same with "
         "the product of p / q over the sequence. icepop: p / q inside [low, high], otherwise 0. sequence_mis: the "
-        "same with the product. With several mini-batches this takes a log-prob pass (see `proximal`). auto: "
-        "token_tis if generation runs ahead of training, otherwise none, as with `admission.mode: sync`.",
+        "same with the product. Several mini-batches need a log-prob pass (see `proximal`). auto: token_tis if "
+        "generation runs ahead of training, otherwise none, as with `admission.mode: sync`.",
     )
     cap: float = Field(2.0, ge=1, description="Largest weight (C) of token_tis and sequence_tis.")
     low: float = Field(0.5, gt=0, le=1, description="Least ratio p / q that icepop and sequence_mis keep.")
     high: float = Field(2.0, ge=1, description="Largest ratio p / q that icepop and sequence_mis keep.")
     masks: list[MaskConfig] = Field(
         default_factory=list,
-        description="Tokens to leave out of the policy loss, with any weight or none. A token stays only if every "
+        description="Tokens to exclude from the policy loss, with any weight or none. A token stays only if every "
         "mask keeps it.",
     )
     denominator: Literal["trained", "kept"] = Field(
         "trained",
-        description="Whether masked tokens count where token losses are averaged. trained: they do, so the weight "
-        "of the others does not depend on them (as in AReaL and TRL). kept: they do not, nor in the KL and entropy "
-        "terms (as in verl), which takes a log-prob pass. A weight of 0 always counts.",
+        description="Whether masked tokens count when token losses are averaged. trained: they do, so the weight of "
+        "the others does not depend on them (as in AReaL and TRL). kept: they do not, nor in the KL and entropy terms "
+        "(as in verl); this needs a log-prob pass. A weight of 0 always counts.",
     )
     proximal: ProximalKind = Field(
         "trainer",
-        description="p in a step of several updates. trainer: from a log-prob pass before the first one. loglinear: "
-        "without a pass, interpolated by version between the engine's log-prob and the update's own (AReaL's "
-        "approximation).",
+        description="p in a step of several updates. trainer: from a log-prob pass before the first. loglinear: no "
+        "pass, interpolated by version between the engine's and the current log-prob (AReaL's approximation).",
     )
 
 
@@ -100,7 +98,7 @@ class CorrectionConfig(Section):
 class CorrectionSpec:
     """A correction and its bounds, as in the config section `algorithm.correction`, with `auto` resolved.
 
-    `masks`: those that act inside the loss; masks whose tokens are not counted are applied to the samples before.
+    `masks`: those applied inside the loss. With `denominator: kept` masks are applied to the samples before.
     """
 
     kind: WeightKind
@@ -112,19 +110,19 @@ class CorrectionSpec:
 
 
 def section_problems(section: CorrectionConfig) -> Iterator[str]:
-    """Yield what contradicts itself inside the section, as `key: what is wrong; how to fix it`."""
+    """Yield contradictions inside the section, as `key: problem; fix`."""
     key, defaults = "algorithm.correction", CorrectionConfig()
     unused = {"cap": CAPPED, "low": BANDED, "high": BANDED}
     for name, kinds in unused.items():
         value = getattr(section, name)
-        # `auto` may become a kind with a cap. `none` switches off, and the rest may stay. A resolved config holds
-        # every default.
+        # `auto` may become a kind with a cap. `none` switches off, and the other keys may stay. A resolved config
+        # holds every default.
         if section.kind not in (*kinds, "auto", "none") and value != getattr(defaults, name):
-            yield f"{key}.{name}: {value} is without effect with kind: {section.kind}; remove it, or use {_or(kinds)}"
+            yield f"{key}.{name}: {value} has no effect with kind: {section.kind}; remove it, or use {_or(kinds)}"
     if section.kind == "auto":
         for name in ("low", "high"):
             if (value := getattr(section, name)) != getattr(defaults, name):
-                yield f"{key}.{name}: {value} is without effect with kind: auto; remove it, or use {_or(BANDED)}"
+                yield f"{key}.{name}: {value} has no effect with kind: auto; remove it, or use {_or(BANDED)}"
     seen = set()
     for index, mask in enumerate(section.masks):
         if mask.kind in seen:
@@ -132,30 +130,30 @@ def section_problems(section: CorrectionConfig) -> Iterator[str]:
         seen.add(mask.kind)
         yield from _mask_problems(mask, f"{key}.masks.{index}")
     if section.denominator == "kept" and not section.masks:
-        yield f"{key}.denominator: kept concerns masked tokens, and there are no masks; remove it, or add masks"
+        yield f"{key}.denominator: kept applies to masked tokens, and there are no masks; remove it, or add masks"
     if section.denominator == "kept" and section.kind.startswith("sequence"):
         for mask in section.masks:
             if mask.kind.startswith("token"):
                 yield (
-                    f"{key}.denominator: kept takes tokens out of the sequences ({mask.kind}) whose product is the "
+                    f"{key}.denominator: kept removes tokens ({mask.kind}) from the sequences whose product is the "
                     f"weight of {section.kind}; use denominator: trained, or masks of whole sequences"
                 )
     if section.denominator == "kept" and section.proximal == "loglinear":
         yield (
-            f"{key}.proximal: loglinear knows which tokens are masked only during the update, but denominator: kept "
-            "counts them before it; use proximal: trainer or denominator: trained"
+            f"{key}.proximal: loglinear masks tokens during the update, but denominator: kept counts them before it; "
+            "use proximal: trainer or denominator: trained"
         )
 
 
 def _mask_problems(mask: MaskConfig, key: str) -> Iterator[str]:
     if mask.kind.endswith(("k2", "k3")):
         if mask.low is not None:
-            yield f"{key}.low: {mask.kind} is never negative and has an upper bound only; remove it"
+            yield f"{key}.low: {mask.kind} is never negative and has only an upper bound; remove it"
         return
     low, high = mask.bounds
     if not low <= 1.0 <= high:
         yield (
-            f"{key}: [{low:g}, {high:g}] leaves out tokens on which both policies agree (ratio 1); use low <= 1 <= high"
+            f"{key}: [{low:g}, {high:g}] excludes tokens on which both policies agree (ratio 1); use low <= 1 <= high"
         )
 
 

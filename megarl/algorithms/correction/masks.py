@@ -1,4 +1,4 @@
-"""Masks of tokens and sequences on which two policies are too far apart: pure functions, registered under their names.
+"""Masks of tokens and sequences on which two policies are too far apart: pure functions, by name.
 
 p is the probability of a sampled token under the proximal policy, q under the sampling policy, d = log p - log q.
 
@@ -6,11 +6,10 @@ p is the probability of a sampled token under the proximal policy, q under the s
   sequence (richardli.xyz/rl-collapse), or its geometric mean (GSPO's ratio, arXiv:2507.18071).
 - `{token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}`: bounds on an estimate of KL(q || p) from tokens of q
   (joschu.net/blog/kl-approx.html), of the token, or its sum, mean or maximum over the sequence's trained tokens:
-  k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. Names and bounds are verl's (0.9.1, rollout_corr_helper.py): those of k1
-  are of exp(k1) = q / p, so [0.5, 3] there is [1/3, 2] for the ratio p / q. AReaL's `kl_k1` and `kl_k3` have the
-  opposite sign of d.
+  k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. Names and bounds are verl's (0.9.1, rollout_corr_helper.py): k1 bounds
+  exp(k1) = q / p, so its [0.5, 3] is [1/3, 2] for p / q. AReaL's `kl_k1` and `kl_k3` have the opposite sign of d.
 
-Log-ratios of tokens are cut to +-20 first, as in verl.
+Token log-ratios are first clamped to +-20, as in verl.
 
 Shapes: R response tokens, S sequences.
 """
@@ -45,7 +44,7 @@ _OVER_SEQUENCE: dict[str, Callable[[LogRatios, Tensor], Tensor]] = {
 class Mask:
     """A mask. `level`: `token`, or how the tokens of a sequence are combined.
 
-    `estimate`: ratio, k1, k2 or k3. With the first two the bounds are of a ratio, and its logarithm is compared.
+    `estimate`: ratio, k1, k2 or k3. The first two bound a ratio, whose logarithm is compared.
     """
 
     level: str
@@ -57,7 +56,7 @@ class Mask:
         return self.estimate in ("ratio", "k1")
 
     def statistic(self, ratios: LogRatios) -> Tensor:
-        """Return what is compared with the bounds, in nats, for each token, [R]; 0 where not trained."""
+        """Return the quantity that is compared with the bounds, per token, in nats, [R]; 0 where not trained."""
         each_R = _ESTIMATES[self.estimate](ratios.values_R.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT))
         if self.level != "token":
             each_R = _OVER_SEQUENCE[self.level](ratios, each_R)[ratios.ids_R]
@@ -80,7 +79,7 @@ MASKS: dict[MaskKind, Mask] = {kind: _of(kind) for kind in get_args(MaskKind)}
 
 @dataclass(frozen=True)
 class Rejection:
-    """The effect of one mask. `rejected_R`: [R] bool, trained tokens that it leaves out.
+    """The effect of one mask. `rejected_R`: [R] bool, trained tokens that it excludes.
 
     `largest`: 0-dim, the largest |statistic| in nats; 0 if no token is trained.
     """
@@ -91,7 +90,7 @@ class Rejection:
 
 
 def reject(ratios: LogRatios, option: MaskConfig) -> Rejection:
-    """Return which trained tokens the mask leaves out: those whose statistic is outside the bounds, ends included."""
+    """Return which trained tokens the mask excludes: those whose statistic is outside [low, high]."""
     mask = MASKS[option.kind]
     low, high = option.bounds
     if mask.bounds_a_ratio:

@@ -1,6 +1,6 @@
 """Log-ratios of the proximal to the sampling policy on packed tokens, and sums, means and maxima per sequence.
 
-Shapes, as in `segments`: R response tokens, S sequences.
+Shapes: R response tokens, S sequences.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ MAX_LOG_WEIGHT = 20.0
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """The trained tokens, and sums over each sequence of them. `keep_R`: [R] bool.
-
-    `ids_R`: the index of each token's sequence, int64; `sequences`: S.
-    """
+    """The trained tokens, with sums per sequence. `keep_R`: [R] bool; `ids_R`: int64, each token's sequence."""
 
     keep_R: Tensor
     ids_R: Tensor
@@ -51,7 +48,7 @@ class TrainedTokens:
         return self.sums(values_R) / self.lengths.clamp(min=1).to(values_R.dtype)
 
     def maxima(self, values_R: Tensor) -> Tensor:
-        """Return the maximum of `values_R`, which are >= 0, over each sequence's trained tokens, [S]; 0 if none."""
+        """Return the maximum of `values_R` (>= 0) over each sequence's trained tokens, [S]; 0 if none."""
         kept_R = torch.where(self.keep_R, values_R, values_R.new_zeros(()))
         return values_R.new_zeros(self.sequences).scatter_reduce(0, self.ids_R, kept_R, reduce="amax")
 
@@ -60,7 +57,7 @@ class TrainedTokens:
 class LogRatios(TrainedTokens):
     """`values_R`: log p - log q, [R], detached, at least fp32, 0 where not trained.
 
-    p is the probability of a sampled token under the proximal policy, q under the one that sampled.
+    p is the probability of a sampled token under the proximal policy, q under the sampling policy.
     """
 
     values_R: Tensor
@@ -69,7 +66,7 @@ class LogRatios(TrainedTokens):
     def between(cls, proximal_R: Tensor, sampling_R: Tensor, keep_R: Tensor, cu_seqlens: Tensor) -> LogRatios:
         """Return the log-ratios of log-probs at the sampling temperature, [R] each; `cu_seqlens`: int32 [S + 1].
 
-        What stands where `keep_R` is False, NaN included, is ignored.
+        Values where `keep_R` is False, even NaN, are ignored.
         """
         check_packed(cu_seqlens, proximal_R, sampling_R, keep_R)
         tokens = TrainedTokens.of(keep_R, cu_seqlens)
@@ -80,5 +77,5 @@ class LogRatios(TrainedTokens):
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Return exp of a log-ratio that is first cut to +-MAX_LOG_WEIGHT."""
+    """Return exp of a log-ratio clamped to +-MAX_LOG_WEIGHT."""
     return log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()

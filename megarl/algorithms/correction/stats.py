@@ -1,4 +1,4 @@
-"""The statistics of a correction: sums and maxima that reduce exactly over micro-batches and ranks, and what they say.
+"""The statistics of a correction: sums and maxima that reduce exactly over micro-batches and ranks, and the report.
 
 Shapes: R response tokens, S sequences.
 """
@@ -28,8 +28,8 @@ _TOKEN_SHARES = {"weight_capped": "capped", "weight_dropped": "dropped"} | dict(
 def correction_statistics(weights: TokenWeights) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the statistics of a correction under CORRECTION_SUMS and CORRECTION_MAXIMA: fp64, 0-dim.
 
-    A sequence's weight is the mean over its trained tokens; `touched`: at least one of them is dropped, `dropped`: all
-    of them are. Sequences without a trained token count nowhere.
+    A sequence's weight is the mean over its trained tokens; `touched`: at least one is dropped, `dropped`: all are.
+    Sequences without a trained token are not counted.
     """
     weights_R, tokens = weights.weights_R.double(), weights.tokens
     weight_S, dropped_S = tokens.means(weights_R), tokens.counts(weights.dropped_R)
@@ -61,12 +61,12 @@ def _count(marked: Tensor) -> Tensor:
 def correction_numbers(
     sums: Mapping[str, float], maxima: Mapping[str, float], tokens: float, sequences: float
 ) -> dict[str, float]:
-    """Return the numbers to report of reduced statistics. `tokens`, `sequences`: the trained ones.
+    """Return the numbers to report, from reduced statistics. `tokens`, `sequences`: how many are trained.
 
     `weight_mean`, `weight_max`; `weight_capped`, `weight_dropped` and `rejected_*` as shares of tokens; `sequences_*`
     as shares of sequences; `largest_*` in nats. `weight_ess` is the relative effective sample size of the coefficients,
-    (sum w)^2 / (n sum w^2), those of masked tokens (0) included, and `sequence_ess` that of the sequences' means. Both
-    are 1 without tokens, and 0 if every coefficient is 0.
+    (sum w)^2 / (n sum w^2), including the 0 of masked tokens; `sequence_ess` is that of the sequences' means. Both are
+    1 without tokens, and 0 if every coefficient is 0.
     """
     return {
         "weight_mean": sums["weight"] / max(tokens, 1.0),

@@ -1,1 +1,1 @@
-"""What losses and advantages are given, what they return, and their registry."""
+"""The inputs and results of losses and advantages, and their registry."""

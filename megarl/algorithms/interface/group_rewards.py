@@ -1,9 +1,10 @@
-"""The interface of advantages: the rewards of a batch of prompt groups go in, one number per sample comes out.
+"""The interface of advantages: from the rewards of a batch of prompt groups to one number per sample.
 
-An advantage by turn gives a sample with rewards of turns one number for each of the model's turns instead, which is the
-advantage of the tokens of that turn.
+An advantage by turn returns one number per turn of the model for samples with turn rewards: the advantage of that
+turn's tokens.
 
-An advantage is a pure function on Python floats, computed once per step over all its groups, equal on every rank.
+An advantage is a pure function on Python floats, computed once per step over all groups, with equal results on every
+rank.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from itertools import chain
 from megarl.algorithms.interface.registry import Chosen, FunctionRegistry
 
 Advantages = Sequence[Sequence[float | Sequence[float]]]
-"""For each group and each of its samples its advantage, or one for each of its turns."""
+"""For each group the advantage of each sample, or of each of its turns."""
 
 
 @dataclass(frozen=True)
 class GroupRewards:
-    """The groups that a step trains on; both fields have one entry per sample of each group, in the same order.
+    """The groups that a step trains on; fields have one entry per sample of each group, in the same order.
 
-    `rewards`: after shaping, of those samples that did not fail; groups may differ in size. `tokens`: the tokens of
-    each sample that are trained; 0 for one that is masked as a whole. `turn_rewards`: what the turns of each sample
-    have earned besides, in order; none if its reward function returns none. Empty as a whole if no sample has any.
+    `rewards`: after shaping, of samples that did not fail; groups may differ in size. `tokens`: trained tokens of each
+    sample; 0 if it is masked as a whole. `turn_rewards`: additional rewards of each sample's turns, in order; () if no
+    sample has any.
     """
 
     rewards: Sequence[Sequence[float]]
@@ -34,7 +35,7 @@ class GroupRewards:
 
     @property
     def turns(self) -> Sequence[Sequence[Sequence[float]]]:
-        """The rewards of the turns of every sample, also if no sample has any."""
+        """The turn rewards of every sample, even if no sample has any."""
         return self.turn_rewards or [[()] * len(group) for group in self.rewards]
 
 
@@ -45,8 +46,8 @@ def advantages_of(chosen: Chosen[GroupRewards, Advantages], batch: GroupRewards)
     """Return the advantages of a batch, in the order of its rewards.
 
     Raises:
-        ValueError: a reward is not finite, or the function's result is not one finite number per sample, or one for
-            each turn of a sample that has rewards of its turns.
+        ValueError: a reward is not finite, or the function does not return one finite number per sample, or per turn of
+            a sample with turn rewards.
     """
     for group, by_turn in zip(batch.rewards, batch.turns, strict=True):
         if not all(math.isfinite(reward) for reward in (*group, *chain(*by_turn))):
@@ -67,7 +68,7 @@ def advantages_of(chosen: Chosen[GroupRewards, Advantages], batch: GroupRewards)
 
 
 def zero_variance(rewards: Sequence[float]) -> bool:
-    """Return whether all rewards are equal to within 1e-8, so that a baseline of the group leaves nothing."""
+    """Return whether all rewards are equal to within 1e-8, so that a group baseline leaves no signal."""
     return len(rewards) < 2 or max(rewards) - min(rewards) <= 1e-8
 
 

@@ -1,7 +1,7 @@
-"""Functions that a config names: those that are registered here, and a user's own by import path.
+"""Functions that a config names: registered ones, and a user's by import path.
 
-A function takes its inputs, and an instance of its options if it has any: a `Section` of its own, by which the second
-parameter is annotated. Nothing here imports torch.
+A function takes its inputs and, if it has any, its options: an instance of the `Section` subclass that annotates the
+second parameter. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Chosen(Generic[I, R]):
-    """A function with its options, as a config has chosen them. `name`: as in the config."""
+    """A function and its options, as chosen in a config under `name`."""
 
     name: str
     function: Callable[..., R]
     options: Section | None = None
 
     def __call__(self, inputs: I) -> R:
-        """Return the result of the function for these inputs."""
+        """Call the function."""
         return self.function(inputs) if self.options is None else self.function(inputs, self.options)
 
 
 @dataclass(frozen=True)
 class RegisteredFunction(Generic[I, R]):
-    """A function that can be chosen. `options`: the class of its options, None if it has none; `paper`: its source."""
+    """A function that can be chosen. `options`: the class of its options, or None; `paper`: its source."""
 
     name: str
     function: Callable[..., R]
@@ -47,7 +47,7 @@ class RegisteredFunction(Generic[I, R]):
 
     @property
     def own(self) -> bool:
-        """True for a user's function, False for one that is registered."""
+        """True for a user's function, False for a registered one."""
         return ":" in self.name
 
     def choose(self, given: Mapping[str, Any]) -> Chosen[I, R]:
@@ -62,7 +62,7 @@ class RegisteredFunction(Generic[I, R]):
 
 
 class FunctionRegistry(Generic[I, R]):
-    """The functions of one kind by name. `kind`: what they are, for messages ("loss")."""
+    """The functions of one kind by name. `kind`: for messages ("loss")."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -71,7 +71,7 @@ class FunctionRegistry(Generic[I, R]):
     def register(self, name: str, *, title: str, paper: str) -> Callable[[F], F]:
         """Return a decorator that registers a function. `paper`: where it was published.
 
-        Raises ValueError if the name is taken, or the function has another form than described above.
+        Raises ValueError if the name is taken or the function's signature is wrong.
         """
 
         def decorate(function: F) -> F:
@@ -93,14 +93,14 @@ class FunctionRegistry(Generic[I, R]):
     def find(self, name: str) -> RegisteredFunction[I, R]:
         """Return a registered function, or the user's at an import path `package.module:function`.
 
-        Raises ValueError that says what is wrong with the name, the path or the function.
+        Raises ValueError that says what is wrong with name, path or function.
         """
         if (entry := self._entries.get(name)) is not None:
             return entry
         module, colon, attribute = name.partition(":")
         if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
             raise ValueError(f"{name!r} is neither {', '.join(self.names)} nor an import path package.module:function")
-        if (here := os.getcwd()) not in sys.path:  # where the pool finds reward functions and agents too
+        if (here := os.getcwd()) not in sys.path:  # as the pool does for reward functions and agents
             sys.path.append(here)
         function = imported(name, f"the {self.kind}")
         if not inspect.isfunction(function):
@@ -111,19 +111,19 @@ class FunctionRegistry(Generic[I, R]):
 def options_of(function: Callable[..., Any]) -> type[Section] | None:
     """Return the class of a function's options, None if it has only one parameter.
 
-    Raises ValueError if it has another form than (inputs) or (inputs, options: OptionsClass).
+    Raises ValueError unless its signature is (inputs) or (inputs, options: OptionsClass).
     """
     parameters = list(inspect.signature(function).parameters.values())
     name = getattr(function, "__qualname__", repr(function))
-    wanted = f"{name} has to take (inputs) or (inputs, options: X) with a class X(Section) of its own"
+    wanted = f"{name} has to take (inputs) or (inputs, options: X) with a class X(Section)"
     plain = all(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
     if not plain or len(parameters) not in (1, 2):
         raise ValueError(f"{wanted}, not {inspect.signature(function)}")
     if len(parameters) == 1:
         return None
     annotation = parameters[1].annotation
-    if isinstance(annotation, str):  # of a module that postpones annotations; only this one has to be known at runtime
+    if isinstance(annotation, str):  # postponed; only this one is needed at run time
         annotation = getattr(sys.modules[function.__module__], annotation.strip("'\""), annotation)
     if not (isinstance(annotation, type) and issubclass(annotation, Section)):
-        raise ValueError(f"{wanted}; its second parameter is annotated by {annotation!r}")
+        raise ValueError(f"{wanted}; its second parameter has the annotation {annotation!r}")
     return annotation

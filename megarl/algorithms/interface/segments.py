@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def check_packed(cu_seqlens: Tensor, *tensors_R: Tensor) -> None:
-    """Raise ValueError unless `cu_seqlens` is 1-D with an entry, and all the tensors are 1-D and of equal length."""
+    """Raise ValueError unless `cu_seqlens` is 1-D and not empty, and the tensors are 1-D and of equal length."""
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
         raise ValueError(f"cu_seqlens must be 1-D with at least one entry, not shape {tuple(cu_seqlens.shape)}")
     for tensor in tensors_R:
@@ -23,10 +23,9 @@ def check_packed(cu_seqlens: Tensor, *tensors_R: Tensor) -> None:
 
 
 def sequence_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Return the index of the sequence that owns each token, int64 [R].
+    """Return the index of each token's sequence, int64 [R].
 
-    Raises:
-        ValueError: `cu_seqlens` does not cover exactly R = `tokens` tokens.
+    Raises ValueError unless `cu_seqlens` covers exactly R = `tokens` tokens.
     """
     lengths_S = cu_seqlens[1:] - cu_seqlens[:-1]
     ids_S = torch.arange(lengths_S.numel(), device=cu_seqlens.device)

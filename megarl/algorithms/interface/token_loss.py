@@ -1,10 +1,9 @@
-"""The interface of policy losses: what a loss is given for one micro-batch, and what it returns.
+"""The interface of policy losses: the inputs for one micro-batch, and the result.
 
-A loss is a pure function of these inputs, and of its options: one number per response token. How token losses become
-one number (weights, counts, corrections, the other terms) is no part of it (`megarl.algorithms.objective.objective`).
+A loss is a pure function of inputs and options that returns one number per response token. Weights, counts, corrections
+and other terms are applied elsewhere (`megarl.algorithms.objective.objective`).
 
-Shapes: R response tokens, S sequences. Nothing here imports torch before a loss is computed, so that a config can be
-checked without it.
+Shapes: R response tokens, S sequences. torch is only imported to compute a loss, so a config can be checked without it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MAX_LOG_RATIO = 20.0
 class TokenInputs:
     """The inputs of a loss, [R] each, of S whole sequences laid end to end.
 
-    All values are fp32 (fp64 in tests), and 0 at masked tokens, whatever stood there. Only `logprobs_R` has a gradient.
+    Values are fp32 (fp64 in tests), and 0 at masked tokens. Only `logprobs_R` has a gradient.
     """
 
     logprobs_R: Tensor  # of the sampled tokens under the current policy, at the sampling temperature
@@ -38,9 +37,9 @@ class TokenInputs:
     def of(
         cls, logprobs_R: Tensor, old_logprobs_R: Tensor, advantages_R: Tensor, mask_R: Tensor, cu_seqlens: Tensor
     ) -> TokenInputs:
-        """Return the inputs of these tensors. What stands where `mask_R` (bool or 0/1) is 0, NaN too, is dropped.
+        """Return the inputs; values where `mask_R` (bool or 0/1) is 0, even NaN, become 0.
 
-        Raises ValueError if their shapes differ, or `cu_seqlens` is none.
+        Raises ValueError if shapes differ or `cu_seqlens` is malformed.
         """
         import torch
 
@@ -68,12 +67,12 @@ class TokenInputs:
         return self.log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
     def sequence_means(self, values_R: Tensor) -> Tensor:
-        """Return the mean over the trained tokens of each sequence, [S]; 0 for a sequence without any."""
+        """Return the mean over each sequence's trained tokens, [S]; 0 if it has none."""
         kept_R = self.keep_R.to(values_R.dtype)
         return self._sums(values_R * kept_R) / self._sums(kept_R).clamp(min=1.0)
 
     def of_sequences(self, values_S: Tensor) -> Tensor:
-        """Return for each token the value of its sequence, [R]."""
+        """Return each token's sequence value, [R]."""
         return values_S[self._ids()]
 
     def _sums(self, values_R: Tensor) -> Tensor:
@@ -89,11 +88,10 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The result of a loss, [R] each. What stands at masked tokens is dropped.
+    """The result of a loss, [R] each. Values at masked tokens are dropped.
 
-    `loss_R`: with gradient. The others are for the statistics only: `ratio_R`, the importance ratio (None: that of the
-    token); `low_R`, `high_R`, `dual_R` (bool; None: no token), the tokens that were bounded below, above, or by a
-    second bound.
+    `loss_R` has a gradient. The others are for statistics: `ratio_R`, the importance ratio (None: the token's);
+    `low_R`, `high_R`, `dual_R` (bool; None: no token), tokens bounded below, above, or by a second bound.
     """
 
     loss_R: Tensor

@@ -1,11 +1,11 @@
 """The training loss: the sum of the terms `rl`, `ce` and `ref_kl` (see `terms`), on packed response tokens.
 
     rl       coefficient 1: the chosen policy loss, times the weights of a correction, minus the entropy bonus
-    ce       the cross-entropy -log pi of given tokens: demonstrations, or what a tool answered
-    ref_kl   an estimate of KL(policy || reference), for any stream of log-probs as the reference
+    ce       the cross-entropy -log pi of given tokens: demonstrations, or a tool's answers
+    ref_kl   an estimate of KL(policy || reference), with any stream of log-probs as the reference
 
-All terms are per token; token weights turn them into one number. Statistics are sums, counts and maxima, never means,
-so that they reduce exactly over micro-batches and ranks.
+All terms are per token; token weights turn them into one number. Statistics are sums, counts and maxima, never means:
+they reduce exactly over micro-batches and ranks.
 
 Shapes: R response tokens, S sequences; `cu_seqlens` is int32 [S + 1].
 """
@@ -33,10 +33,6 @@ from megarl.algorithms.objective.terms import (
     weight_stream,
 )
 
-# Estimates of the KL divergence from samples of the policy.
-#
-# Shapes: R response tokens.
-
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
@@ -44,8 +40,8 @@ def kl_penalty(logprobs_R: Tensor, ref_logprobs_R: Tensor, estimator: KLEstimato
     """Return Schulman's estimate of KL(policy || reference) from the policy's samples, per token, [R], fp32 or fp64.
 
     With d = log pi_ref - log pi: k1 = -d (unbiased), k2 = d^2 / 2, k3 = exp(d) - d - 1 (unbiased, >= 0;
-    joschu.net/blog/kl-approx.html; GRPO, arXiv:2402.03300 eq. 4). The gradient flows through `logprobs_R` only. In a
-    loss, the gradient of k1 has mean zero for any reference: use k1 in the reward.
+    joschu.net/blog/kl-approx.html; GRPO, arXiv:2402.03300 eq. 4). Only `logprobs_R` gets a gradient. In a loss, the
+    gradient of k1 has mean zero for any reference: use k1 in the reward.
     """
     dtype = torch.promote_types(logprobs_R.dtype, torch.float32)
     difference_R = ref_logprobs_R.to(dtype).detach() - logprobs_R.to(dtype)
@@ -58,7 +54,7 @@ def kl_penalty(logprobs_R: Tensor, ref_logprobs_R: Tensor, estimator: KLEstimato
 
 
 def masked_kl(logprobs_R: Tensor, ref_logprobs_R: Tensor, keep_R: Tensor, estimator: KLEstimator) -> Tensor:
-    """Return `kl_penalty`, [R], with value and gradient 0 where `keep_R` is False, even if the inputs are NaN there."""
+    """Return `kl_penalty`, [R], with value and gradient 0 where `keep_R` is False, even for NaN inputs."""
     zero = logprobs_R.new_zeros(())
     # The inputs are masked, not the result: the backward pass of exp at a NaN gives NaN even for a zero gradient.
     return kl_penalty(torch.where(keep_R, logprobs_R, zero), torch.where(keep_R, ref_logprobs_R, zero), estimator)
@@ -66,10 +62,7 @@ def masked_kl(logprobs_R: Tensor, ref_logprobs_R: Tensor, keep_R: Tensor, estima
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss that a config describes.
-
-    `reference_stream`: the log-probs to which `ref_kl` is measured. `correction`: None for none.
-    """
+    """The loss that a config describes. `reference_stream`: the log-probs of the reference in `ref_kl`."""
 
     loss: Chosen[TokenInputs, TokenLoss]
     aggregation: Aggregation = "token_mean"
@@ -104,24 +97,20 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
-    """A micro-batch's share of the objective, `loss` (0-dim, with gradient). The shares add up to the objective."""
+    """A micro-batch's share of the objective: `loss` (0-dim, with gradient). Shares add up to the objective."""
 
     loss: Tensor
     stats: LossStats
 
 
-# Returns a micro-batch's share of the objective; the shares of all micro-batches and ranks add up to it.
 LossFunction = Callable[[LossInputs], MicroBatchLoss]
 
 
 def micro_batch_loss(objective: Objective, inputs: LossInputs) -> MicroBatchLoss:
     """Return this micro-batch's share of rl - entropy_coef * entropy + kl_coef * ref_kl + ce_coef * ce.
 
-    The entropy has the weights of `rl`, without those of a correction. The KL, the entropy and the cross-entropy are
-    reported whenever their inputs are given.
-
-    Raises:
-        ValueError: the reference log-probs or `entropy_R` are required but missing.
+    The entropy has the weights of `rl`, without a correction's. KL, entropy and cross-entropy are reported whenever
+    their inputs are given. Raises ValueError if required reference log-probs or `entropy_R` are missing.
     """
     rl = _tokens_of("rl", objective, inputs)
     policy_R, stats = policy_losses(objective, inputs, rl.keep_R)
@@ -139,7 +128,7 @@ def micro_batch_loss(objective: Objective, inputs: LossInputs) -> MicroBatchLoss
 
 @dataclass(frozen=True)
 class _TermTokens:
-    """The tokens of a term, `keep_R` (bool, [R]), and what each one's loss is multiplied by, `weights_R` ([R])."""
+    """A term's tokens, `keep_R` (bool, [R]), and the weights of their losses, `weights_R` ([R])."""
 
     keep_R: Tensor
     weights_R: Tensor
@@ -156,11 +145,11 @@ def _tokens_of(term: TermName, objective: Objective, inputs: LossInputs) -> _Ter
 
 
 def policy_losses(objective: Objective, inputs: LossInputs, keep_R: Tensor) -> tuple[Tensor, LossStats]:
-    """Return the policy loss of each token of `keep_R` (bool, [R]), [R] and 0 elsewhere, and its statistics.
+    """Return the policy loss of each token, [R], 0 where `keep_R` (bool, [R]) is False, and its statistics.
 
-    With a correction the stream `rollout_logprobs` is required, and `old_logprobs` are the proximal policy's. Without
-    `old_logprobs` the proximal policy is the current one, as in the first update of a step: the ratio is 1, and the
-    gradient is that of REINFORCE times the weight.
+    A correction needs the stream `rollout_logprobs`; `old_logprobs` are then the proximal policy's. Without them the
+    proximal policy is the current one, as in a step's first update: the ratio is 1, and the gradient is REINFORCE's
+    times the weight.
     """
     logprobs_R, streams, cu_seqlens = inputs.logprobs_R, inputs.streams, inputs.cu_seqlens
     correction = objective.correction

@@ -1,6 +1,6 @@
 """Loss statistics as sums, counts and maxima under fixed keys, so that any split reduces to the same numbers.
 
-Shapes, as in `segments`: R response tokens, S sequences; also K sum keys, M maximum keys.
+Shapes: R response tokens, S sequences, K sum keys, M maximum keys.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PAIR_KEYS = (
     "product",
 )
 CORRECTION = "correction_"  # prefix of the statistics of a correction
-SAMPLING = "sampling_"  # prefix of the comparison of the policy that sampled with the proximal one
-# Shares of the objective, before the terms' coefficients, and the tokens of the terms alongside `rl`.
+SAMPLING = "sampling_"  # prefix of the comparison of the sampling with the proximal policy
+# Shares of the objective, before the terms' coefficients, and token counts of the terms.
 SHARE_KEYS = ("loss", "policy_loss", "ref_kl_loss", "ce_loss")
 COUNT_KEYS = ("tokens", "sequences", "ref_kl_tokens", "ce_tokens")
 PER_TOKEN_KEYS = (
@@ -72,12 +72,11 @@ MAX_LOGGED_LOG_RATIO = 50.0  # exp(50) = 5e21 and its square are far below the l
 
 @dataclass(frozen=True)
 class LossStats:
-    """Holds fp64 0-dim tensors under SUM_KEYS and MAX_KEYS; every key is always present.
+    """fp64 0-dim tensors under SUM_KEYS and MAX_KEYS; every key is always present.
 
-    The sums are over the tokens of the term `rl`, except COUNT_KEYS, SHARE_KEYS (shares of the objective, which add up
-    to it), and `kl_ref` and `ce`, which are over the tokens of their own terms. All maxima are of quantities that are
-    >= 0, and are 0 if no token was trained.
-    The keys of a correction (`correction_*`, `sampling_*`) are 0 without one.
+    Sums are over the tokens of the term `rl`, except COUNT_KEYS, SHARE_KEYS (shares of the objective), and `kl_ref` and
+    `ce`, which are over their terms' tokens. Maxima are of quantities >= 0, and 0 if no token was trained. The keys of
+    a correction (`correction_*`, `sampling_*`) are 0 without one.
     """
 
     sums: dict[str, Tensor]
@@ -93,9 +92,9 @@ class LossStats:
     def of_ratios(cls, ratio_R: Tensor, log_ratio_R: Tensor, keep_R: Tensor, cu_seqlens: Tensor) -> LossStats:
         """Return the statistics of importance ratios. All tensors are [R] but `cu_seqlens`, int [S + 1].
 
-        `log_ratio_R` is each token's new minus old log-prob, 0 where masked; `keep_R` (bool) marks the trained tokens.
-        `approx_kl` is the estimator k3 of KL(old || new) from samples of the old policy, exp(log_ratio) - 1 -
-        log_ratio, per token also under GSPO. `clip_*`, losses, entropy and `kl_ref` stay 0: the caller fills them in.
+        `log_ratio_R`: each token's new minus old log-prob, 0 where masked; `keep_R` (bool): trained tokens. `approx_kl`
+        is the estimator k3 of KL(old || new) from samples of the old policy, exp(log_ratio) - 1 - log_ratio, per token
+        even under GSPO. `clip_*`, losses, entropy and `kl_ref` stay 0 for the caller to fill in.
         """
         stats = cls.zeros(ratio_R.device)
         kept_R = keep_R.double()
@@ -117,7 +116,7 @@ class LossStats:
     def of_pair(cls, old_R: Tensor, new_R: Tensor, keep_R: Tensor, cu_seqlens: Tensor) -> LossStats:
         """Return `of_ratios` of the token ratios, plus the moments from which `means` computes the correlation.
 
-        `old_R`, `new_R`: log-probs under the two policies; what stands where `keep_R` is False is ignored.
+        `old_R`, `new_R`: log-probs under the two policies; values where `keep_R` is False are ignored.
         """
         zero = torch.zeros((), dtype=torch.float64, device=new_R.device)
         old_R = torch.where(keep_R, old_R.detach().double(), zero)
@@ -151,7 +150,7 @@ class LossStats:
 
     @classmethod
     def from_vectors(cls, sums_K: Tensor, maxima_M: Tensor) -> LossStats:
-        """Return the statistics that `sum_vector` and `max_vector` were made from, after their reduction."""
+        """Return the statistics of a reduced `sum_vector` and `max_vector`."""
         sums = dict(zip(SUM_KEYS, sums_K.unbind(), strict=True))
         return cls(sums, dict(zip(MAX_KEYS, maxima_M.unbind(), strict=True)))
 
@@ -182,7 +181,7 @@ class LossStats:
         result["logprob_abs_diff_max"] = float(self.maxima["logprob_abs_diff"])
         covariance = tokens * sums["product"] - sums["old"] * sums["new"]
         variances = [tokens * sums[f"{name}_squared"] - sums[name] ** 2 for name in ("old", "new")]
-        # The variances are differences of large sums: one below the rounding error counts as zero.
+        # Variances are differences of large sums: below the rounding error they count as zero.
         floors = [1e-12 * tokens * sums[f"{name}_squared"] for name in ("old", "new")]
         defined = all(variance > floor for variance, floor in zip(variances, floors, strict=True))
         result["pearson"] = covariance / math.sqrt(variances[0] * variances[1]) if defined else math.nan
@@ -194,7 +193,7 @@ class LossStats:
     def correction_means(self) -> dict[str, float]:
         """Return the numbers of a correction: `correction_numbers`, and `sampling_*`.
 
-        `sampling_*` are the `means` of the comparison of the policy that sampled (old) with the proximal one (new).
+        `sampling_*` are the `means` of the comparison of the sampling (old) with the proximal policy (new).
         """
         counts = {key: self.sums[key] for key in ("tokens", "sequences")}
         pair = LossStats.zeros(self.sums["tokens"].device)

@@ -1,13 +1,13 @@
-"""The terms of the training loss: `rl`, `ce` and `ref_kl`, each with per-token weights and counts of its own.
+"""The terms of the training loss: `rl`, `ce` and `ref_kl`, each with its own per-token weights and counts.
 
-A term is the sum of weight * aggregation weight * token loss over its tokens, which are those with a weight other
-than 0. Its aggregation weight follows from the number of its own tokens and sequences in the whole mini-batch, over all
-ranks and micro-batches, so that no layout and no packing changes it, and no term depends on how many tokens another one
-has. Weights multiply a token's loss, and do not change by what it is divided. The objective is then a plain sum of
-weight * loss, whose weights are fixed before the first micro-batch.
+A term is the sum of weight * aggregation weight * token loss over its tokens: those whose weight is not 0. The
+aggregation weight depends on the number of the term's tokens and sequences in the whole mini-batch, over all ranks and
+micro-batches. So neither layout nor packing changes it, and no term depends on another's tokens. Weights multiply a
+token's loss but do not change its divisor. The objective is a plain sum of weight * loss, whose weights are fixed
+before the first micro-batch.
 
-Weights are data: a row may bring them as a stream (`rl_weights`, `ce_weights`, `ref_kl_weights`). Without one, the
-trained tokens of a row have 1 in `rl` and `ref_kl`, and all tokens have 0 in `ce`.
+Weights are data: a row may have them as a stream (`rl_weights`, `ce_weights`, `ref_kl_weights`). By default a row's
+trained tokens have 1 in `rl` and `ref_kl`, and all tokens have 0 in `ce`.
 
 Shapes: R response tokens, S sequences.
 """
@@ -38,10 +38,10 @@ WEIGHT_STREAMS = tuple(weight_stream(term) for term in TERMS)
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """Holds the counts of one mini-batch over all ranks.
+    """The counts of one mini-batch over all ranks.
 
-    `tokens`: tokens in the loss. `sequences`: sequences with at least one such token; a sequence that is masked as a
-    whole (truncated, failed) is not counted. `max_tokens`: the value of `sampling.max_tokens`.
+    `tokens`: tokens in the loss. `sequences`: sequences with at least one such token; those masked as a whole
+    (truncated, failed) are not counted. `max_tokens`: `sampling.max_tokens`.
     """
 
     tokens: int
@@ -62,7 +62,7 @@ def token_weights(
     counts: GlobalCounts,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the weight of each token, [R] of `dtype`; it is 0 where `mask_R` ([R], bool or 0/1) is 0.
+    """Return each token's weight, [R] of `dtype`; 0 where `mask_R` ([R], bool or 0/1) is 0.
 
     The micro-batch must hold whole sequences. `cu_seqlens`: int32 [S + 1].
 
@@ -100,12 +100,12 @@ class TermCounts:
 
     @classmethod
     def without_streams(cls, trained: GlobalCounts) -> TermCounts:
-        """Return the counts of samples that bring no weights, from the counts of their trained tokens."""
+        """Return the counts of samples without weights, from the counts of their trained tokens."""
         return cls(rl=trained, ce=GlobalCounts(0, 0, trained.max_tokens), ref_kl=trained)
 
     @classmethod
     def total(cls, parts: Iterable[TermCounts], max_tokens: int) -> TermCounts:
-        """Return the counts of disjoint parts together."""
+        """Return the sum of the counts of disjoint parts."""
         known = list(parts)
 
         def together(name: str) -> GlobalCounts:
@@ -123,7 +123,7 @@ class TermCounts:
 def term_mask(term: TermName, mask_R: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
     """Return which tokens are in a term, bool [R]. `mask_R` (bool): the trained tokens.
 
-    `rl` and `ref_kl` are terms of trained tokens; `ce` is one of any response tokens, those of a tool included.
+    `rl` and `ref_kl` cover trained tokens; `ce` covers any response tokens, even a tool's.
     """
     weights_R = streams.get(weight_stream(term))
     if term == "ce":

@@ -1,4 +1,4 @@
-"""Engine against trainer by the source of each token: sums and maxima per bucket, so that any split reduces alike.
+"""Engine against trainer by each token's source: sums and maxima per bucket, which reduce exactly over any split.
 
 A bucket stands for one replica and one version lag (`megarl/run/step/off_policy.py`). Shapes: R response tokens, B
 buckets, K sum keys.
@@ -16,17 +16,17 @@ from torch import Tensor
 from megarl.algorithms.objective.stats import MAX_LOGGED_LOG_RATIO
 
 KEYS = ("tokens", "logprob_abs_diff", "approx_kl", "ratio", "ratio_squared", "tail")
-NO_SOURCE = -1  # instead of the bucket of a token that no engine has sampled
-TAIL = math.log(2.0)  # |log ratio| of a token beyond which it belongs to the tail
+NO_SOURCE = -1  # the bucket of tokens that no engine sampled
+TAIL = math.log(2.0)  # tokens with a larger |log ratio| are in the tail
 
 
 @dataclass(frozen=True)
 class Gap:
-    """The comparison of the tokens of some buckets: means over `tokens`, and the maximum of |engine - trainer|.
+    """The comparison over the tokens of some buckets: means over `tokens`, and the maximum of |engine - trainer|.
 
-    `approx_kl`: the estimator k3 of KL(engine || trainer). `tail`: share of the tokens whose probabilities differ by
-    more than a factor of 2. `ess`: relative effective sample size of the ratios trainer / engine. Without tokens all
-    are 0, and `ess` is 1.
+    `approx_kl`: the estimator k3 of KL(engine || trainer). `tail`: share of tokens whose probabilities differ by more
+    than a factor of 2. `ess`: relative effective sample size of the ratios trainer / engine. Without tokens all are 0,
+    but `ess` is 1.
     """
 
     tokens: int
@@ -54,7 +54,7 @@ class Gap:
 
 
 class OriginGaps:
-    """Holds `sums_BK` and `maxima_B`, fp64; `add` is done in place and waits for no device."""
+    """`sums_BK` and `maxima_B`, fp64. `add` works in place and does not synchronise the device."""
 
     def __init__(self, sums_BK: Tensor, maxima_B: Tensor) -> None:
         self.sums_BK, self.maxima_B = sums_BK, maxima_B
@@ -66,9 +66,9 @@ class OriginGaps:
         return cls(sums_BK, torch.zeros(buckets, dtype=torch.float64, device=device))
 
     def add(self, engine_R: Tensor, trainer_R: Tensor, keep_R: Tensor, source_R: Tensor) -> None:
-        """Add tokens: their log-probs under engine and trainer and their bucket (int64) or NO_SOURCE, all [R].
+        """Add tokens: log-probs under engine and trainer, and bucket (int64) or NO_SOURCE, all [R].
 
-        What stands where `keep_R` (bool) is False, NaN included, is ignored, and so are tokens without a source.
+        Tokens without a source, and values where `keep_R` (bool) is False, even NaN, are ignored.
         """
         keep_R = keep_R.bool() & (source_R != NO_SOURCE)
         source_R = source_R.clamp(min=0)
@@ -90,10 +90,10 @@ class OriginGaps:
 
     @classmethod
     def from_vectors(cls, sums: Tensor, maxima_B: Tensor) -> OriginGaps:
-        """Return the statistics whose sums, [B * K], and maxima, [B], were reduced."""
+        """Return the statistics with these reduced sums, [B * K], and maxima, [B]."""
         return cls(sums.reshape(maxima_B.numel(), len(KEYS)), maxima_B)
 
     def filled(self) -> dict[int, list[float]]:
-        """Return the sums and the maximum of each bucket that has tokens; `Gap.of` makes means of them."""
+        """Return sums and maximum of each bucket with tokens; `Gap.of` turns them into means."""
         rows = torch.cat([self.sums_BK, self.maxima_B[:, None]], dim=1).tolist()
         return {bucket: row for bucket, row in enumerate(rows) if row[0]}

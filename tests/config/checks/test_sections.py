@@ -63,7 +63,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"algorithm__loss_options__clip_low": 1.0}, "algorithm.loss_options.clip_low"),
     (
         {"algorithm__correction": {"kind": "icepop", "cap": 3.0}},
-        "algorithm.correction.cap: 3.0 is without effect with kind: icepop",
+        "algorithm.correction.cap: 3.0 has no effect with kind: icepop",
     ),
     ({"algorithm__overlong": {"buffer_tokens": 33}}, "algorithm.overlong.buffer_tokens: 33 is more than"),
     ({"rollout__group_deadline_s": 1800}, "rollout.group_deadline_s: 1800 s would never come"),

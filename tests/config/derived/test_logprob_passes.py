@@ -95,20 +95,20 @@ CORRECTION = "algorithm__correction"
 @pytest.mark.parametrize(
     ("correction", "reported"),
     [
-        ({"kind": "icepop", "cap": 3.0}, "correction.cap: 3.0 is without effect with kind: icepop; remove it, or use"),
+        ({"kind": "icepop", "cap": 3.0}, "correction.cap: 3.0 has no effect with kind: icepop; remove it, or use"),
         (
             {"kind": "token_tis", "low": 0.1},
-            "correction.low: 0.1 is without effect with kind: token_tis; remove",
+            "correction.low: 0.1 has no effect with kind: token_tis; remove",
         ),
-        ({"high": 3.0}, "correction.high: 3.0 is without effect with kind: auto; remove it, or use icepop or"),
+        ({"high": 3.0}, "correction.high: 3.0 has no effect with kind: auto; remove it, or use icepop or"),
         ({"masks": [{"kind": "token_k2", "low": 0.1, "high": 1.0}]}, "masks.0.low: token_k2 is never negative"),
-        ({"masks": [{"kind": "geometric", "high": 0.5}]}, "masks.0: [2, 0.5] leaves out tokens on which both policies"),
-        ({"masks": [{"kind": "token", "low": 1.1, "high": 2.0}]}, "masks.0: [1.1, 2] leaves out tokens on which both"),
+        ({"masks": [{"kind": "geometric", "high": 0.5}]}, "masks.0: [2, 0.5] excludes tokens on which both policies"),
+        ({"masks": [{"kind": "token", "low": 1.1, "high": 2.0}]}, "masks.0: [1.1, 2] excludes tokens on which both"),
         ({"masks": [{"kind": "token", "high": 2.0}] * 2}, "correction.masks.1: a second mask token; keep the one with"),
-        ({"denominator": "kept"}, "correction.denominator: kept concerns masked tokens, and there are no masks"),
+        ({"denominator": "kept"}, "correction.denominator: kept applies to masked tokens, and there are no masks"),
         (
             {"kind": "sequence_tis", "denominator": "kept", "masks": [{"kind": "token", "high": 2.0}]},
-            "correction.denominator: kept takes tokens out of the sequences (token) whose product is the weight",
+            "correction.denominator: kept removes tokens (token) from the sequences whose product is the weight",
         ),
         (
             {
@@ -117,7 +117,7 @@ CORRECTION = "algorithm__correction"
                 "masks": [{"kind": "token", "high": 2.0}],
                 "proximal": "loglinear",
             },
-            "correction.proximal: loglinear knows which tokens are masked only during the update",
+            "correction.proximal: loglinear masks tokens during the update",
         ),
         ({"proximal": "loglinear"}, "correction.proximal: loglinear is for a correction, and there is none"),
     ],
