@@ -1,1 +1,1 @@
-"""Prompts: reading data files, choosing the next prompt, and encoding prompts as token ids."""
+"""Prompts: reading data files, choosing the next prompt, encoding demonstrations."""

@@ -1,4 +1,4 @@
-"""The check of a run's data files before anything starts: every bad row, not only the first one."""
+"""Checks a run's data files before anything starts: every bad row, not only the first."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from megarl.config.derived.datasets import HeldOutSet, TrainSet
 from megarl.data.dataset import RowMistake, has_more_rows, load_prompts, row_mistakes
 from megarl.rewards.registry import row_check
 
-MOST_ROWS = 50_000  # of each file, about a second; the run itself checks all of them
+MOST_ROWS = 50_000  # per file, about a second; the run checks all of them
 MOST_SHOWN = 10  # rows with the same mistake
 
 DataSet = TrainSet | HeldOutSet
-Tell = Callable[[RowMistake], object]  # takes one mistake, and keeps nothing
+Tell = Callable[[RowMistake], object]  # reports one mistake
 
 
 def data_file_findings(sets: Iterable[DataSet], tell: Tell | None = None, *, only_present: bool = False) -> Findings:
     """Find each kind of mistake in the rows of training and evaluation sets, with the first rows that have it.
 
-    With `tell` every mistake is reported when it is found, and files are read to their end, not only their first rows;
-    without, a note names each file that has more. `only_present`: a file that is not on this machine is no mistake.
+    With `tell` whole files are read, and every mistake is reported when found. Otherwise only the first rows are
+    checked, and a note names each file with more. `only_present`: skip files that are not on this machine.
     """
     found = Findings()
     for each in sets:
@@ -45,7 +45,7 @@ def data_file_findings(sets: Iterable[DataSet], tell: Tell | None = None, *, onl
 
 
 def most_rows(chosen: DataSet, *, whole: bool = False) -> int | None:
-    """Return how many of the rows that the run uses of a set are checked at most; None if all, as with `whole`."""
+    """Return how many rows of a set are checked at most; None: all that the run uses. `whole`: check them all."""
     used = chosen.limit if isinstance(chosen, HeldOutSet) else None
     if whole:
         return used
@@ -67,7 +67,7 @@ def _reported(found: Iterable[RowMistake], tell: Tell) -> Iterator[RowMistake]:
 
 
 def _by_kind(found: Iterable[RowMistake]) -> list[_Kind]:
-    """Return the kinds in the order of their first rows. What is kept does not grow with the number of rows."""
+    """Return the kinds in the order of their first rows, in bounded memory."""
     kinds: dict[str, _Kind] = {}
     for mistake in found:
         kind = kinds.setdefault(mistake.kind, _Kind())
@@ -78,7 +78,7 @@ def _by_kind(found: Iterable[RowMistake]) -> list[_Kind]:
 
 
 def _text(kind: _Kind, *, every_row_reported: bool) -> str:
-    """Return one line for one row, or else the kind, the number of its rows, and a line for each that is shown."""
+    """Return one line for one row; otherwise the kind, the number of rows, and a line per shown row."""
     if kind.count == 1:
         return str(kind.first[0])
     seen = {each.seen for each in kind.first}
@@ -91,7 +91,7 @@ def _text(kind: _Kind, *, every_row_reported: bool) -> str:
 
 
 def first_prompts(sets: Iterable[DataSet]) -> dict[str, Prompt]:
-    """Return the first prompt of each set by the set's key, without the sets whose first row is wrong."""
+    """Return the first prompt of each set by the set's key, without sets whose first row is wrong."""
     found = {}
     for each in sets:
         try:

@@ -1,4 +1,4 @@
-"""The check of the tokenizer before anything starts: its EOS, its template with the prompts of every set, lengths."""
+"""Checks the tokenizer before anything starts: EOS, chat template with the prompts of every set, prompt lengths."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megarl.data.demonstrations import DemonstrationEncoder, end_token
 from megarl.models.architecture.architecture import ModelInfo
 
 SHOWN_CHARACTERS = 600  # of each end of the first prompt
-MOST_MEASURED = 10_000  # prompts whose exact length is shown, some seconds
-MOST_CHARACTERS = 10_000_000  # of a set, some seconds if they have to be tokenized; the run itself measures all
+MOST_MEASURED = 10_000  # prompts whose exact length is shown; takes some seconds
+MOST_CHARACTERS = 10_000_000  # of a set; takes some seconds to tokenize; the run measures all
 
 
 def tokenizer_findings(
@@ -34,9 +34,8 @@ def tokenizer_findings(
 ) -> Findings:
     """Find what is wrong with the tokenizer of `model.path`, and with the lengths of the prompts.
 
-    `first`: the first prompt of each set by the set's key; a set without one is not tried. `tools`: the
-    schemas of the tools that its prompts show, by the same key; none for a set that is not in it. `whole`: all prompts
-    are measured, not only the first ones of a large file.
+    `first`: the first prompt of each set by the set's key; other sets are not tried. `tools`: schemas of the tools in a
+    set's prompts, by the same key. `whole`: measure all prompts, not only the first ones of a large file.
     """
     try:
         tokenizer = load_tokenizer(config.model.path)
@@ -57,7 +56,7 @@ def tokenizer_findings(
         try:
             if isinstance(each, TrainSet):
                 limit, overlong = prompt_limit(config, info, each.sampling.max_tokens), each.data.overlong_prompts
-            else:  # a score without the longest problems would be of another set
+            else:  # skipping the longest problems would change the score
                 limit, overlong = evaluation_prompt_limit(config, info), "error"
             encoder = PromptEncoder(
                 tokenizer,
@@ -70,7 +69,7 @@ def tokenizer_findings(
                 images=images,
             )
             if each.key in first:
-                with suppress(PromptTooLongError):  # which is no mistake if such prompts are skipped
+                with suppress(PromptTooLongError):  # no mistake if such prompts are skipped
                     encoder.encode(first[each.key])
                 found.add(length_findings(each, encoder, stops, whole=whole))
                 found.seen += _rendered(each, encoder, first[each.key])
@@ -79,16 +78,13 @@ def tokenizer_findings(
     return found
 
 
-# The lengths of prompts and demonstrations, by the rule of the run itself.
-
-
 def length_findings(
     chosen: TrainSet | HeldOutSet, encoder: PromptEncoder, stops: Sequence[int], *, whole: bool
 ) -> Findings:
-    """Measure the prompts of a set, and return what a dry run shows of them.
+    """Measure the prompts of a set by the run's rules; return what a dry run shows of them.
 
-    `encoder`: as the run has it for this set; `stops`: the tokens that end a response, empty if they are unknown.
-    Without `whole` the first prompts of a large file are measured. Raises ValueError if the run would refuse the set.
+    `encoder`: the run's for this set; `stops`: tokens that end a response, [] if unknown. Without `whole` only a large
+    file's first prompts are measured. Raises ValueError if the run would refuse the set.
     """
     most = most_rows(chosen, whole=whole)
     try:
@@ -113,7 +109,7 @@ def length_findings(
 
 
 def _lengths(chosen: TrainSet | HeldOutSet, encoder: PromptEncoder, prompts: Sequence[Prompt], *, some: bool) -> str:
-    """Return how many prompts a set has, and the tokens of the shortest, the median and the longest."""
+    """Return how many prompts a set has, and the shortest, median and longest length in tokens."""
     measured = sorted(len(encoder.ids(prompts[n])) for n in range(min(len(prompts), MOST_MEASURED)))
     of = "" if len(measured) == len(prompts) and not some else f" of the first {len(measured):,}"
     count = f"{'at least ' if some else ''}{len(prompts):,} prompts"
@@ -122,7 +118,7 @@ def _lengths(chosen: TrainSet | HeldOutSet, encoder: PromptEncoder, prompts: Seq
 
 
 def _rendered(chosen: TrainSet | HeldOutSet, encoder: PromptEncoder, prompt: Prompt) -> list[tuple[str, str]]:
-    """Return the text of the first prompt of a training set, its middle left out if it is long."""
+    """Return the text of a training set's first prompt, without its middle if it is long."""
     if isinstance(chosen, HeldOutSet):
         return []
     text = encoder.render(prompt)
@@ -133,7 +129,7 @@ def _rendered(chosen: TrainSet | HeldOutSet, encoder: PromptEncoder, prompt: Pro
 
 
 def _affordable(prompts: Sequence[Prompt]) -> int:
-    """Return how many of the first prompts have MOST_CHARACTERS together; at least one."""
+    """Return how many of the first prompts have at most MOST_CHARACTERS together; at least 1."""
     characters = 0
     for count, prompt in enumerate(prompts):
         characters += sum(len(str(message.get("content"))) for message in prompt.messages) + len(prompt.demonstration)
@@ -150,9 +146,9 @@ def _skipped(
     *,
     some: bool,
 ) -> int:
-    """Return how many prompts the run will leave out. Raises ValueError if it will refuse the set.
+    """Return how many prompts the run will skip. Raises ValueError if it will refuse the set.
 
-    `some`: the set may have more prompts, so that not all need be too long.
+    `some`: the set may have more prompts, of which some may fit.
     """
     shown: DemonstrationEncoder | None = None
     valid: Sequence[int] = ()
@@ -172,7 +168,7 @@ def _skipped(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back the log of what is skipped: without the name of its set, it is for the run's own log file."""
+    """Suppress the log of skipped prompts, which does not name the set."""
     logger = logging.getLogger(PromptEncoder.__module__)
     before = logger.level
     logger.setLevel(logging.ERROR)

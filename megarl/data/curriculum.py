@@ -1,8 +1,8 @@
-"""The curriculum: a user's function that chooses the weights of the training sets from what the run has seen of them.
+"""The curriculum: a user's function that chooses the weights of the training sets from the progress of the run.
 
-It is called whenever the run starts, for the weights of a history that begins, and after each step is committed; its
-weights hold for the groups that have not been admitted yet. What it sees is part of the checkpoint, and so are the
-weights that it has returned (`mixture.py`): a resumed run draws the same groups without asking it about the past.
+It is called at every start, for the initial weights, and after each committed step. Its weights apply to groups that
+have not been admitted yet. Checkpoints contain the progress and the returned weights (`mixture.py`), so a resumed run
+draws the same groups without calling it for past steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from megarl.common.imports import imported
 from megarl.common.trust.secret_references import resolved
 
-KEPT_GROUPS = 256  # per set, of the latest rewards that a curriculum sees
+KEPT_GROUPS = 256  # latest groups per set whose rewards a curriculum sees
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class SetProgress:
 
     Attributes:
         weight: the weight in the config.
-        groups: the number of its groups whose end is committed.
-        rewards: the mean reward of each of the latest of them (256 at most), oldest first; for rewards of 0 and 1 that
-            is the accuracy. Groups without a usable sample are left out.
+        groups: the number of its committed groups.
+        rewards: mean rewards of the latest of them (at most 256), oldest first; for rewards of 0 and 1 the accuracy.
+            Groups without a usable sample are left out.
     """
 
     weight: float
@@ -48,7 +48,7 @@ class Curriculum:
     """The user's function, and the progress of each set in the committed history."""
 
     def __init__(self, function: str, kwargs: Mapping[str, Any], weights: Mapping[str, float]) -> None:
-        """Import `function` and call it once. `weights`: those of the config, by set.
+        """Import `function` and call it once. `weights`: the config's, by set.
 
         Raises ValueError that says what the function has to be if it cannot be imported, called, or used.
         """
@@ -66,15 +66,15 @@ class Curriculum:
         self._rewards: dict[str, deque[float]] = {name: deque(maxlen=KEPT_GROUPS) for name in self._configured}
 
     def finish(self, group: int, name: str, rewards: Sequence[float]) -> None:
-        """Note the rewards of the usable samples of a finished group of the set `name`."""
+        """Record the rewards of the usable samples of a finished group of the set `name`."""
         self._open[group] = (name, sum(rewards) / len(rewards) if rewards else None)
 
     def reward(self, group: int) -> float | None:
-        """Return the mean reward of a finished group that is not committed; None without usable samples."""
+        """Return the mean reward of a finished, uncommitted group; None without usable samples."""
         return self._open[group][1]
 
     def commit(self, groups: Iterable[int]) -> None:
-        """Count groups whose end is committed, in the order of their ids."""
+        """Count committed groups, in the order of their ids."""
         for group in sorted(groups):
             name, reward = self._open.pop(group)
             self._groups[name] += 1
@@ -82,7 +82,7 @@ class Curriculum:
                 self._rewards[name].append(reward)
 
     def progress(self, steps: int, next_group: int) -> TrainingProgress:
-        """Return what the function sees after `steps` steps, with weights to choose for `next_group` and later ones."""
+        """Return the function's argument after `steps` steps, to choose weights from group `next_group` on."""
         return TrainingProgress(
             steps,
             next_group,
@@ -113,7 +113,7 @@ class Curriculum:
         return {name: {"groups": self._groups[name], "rewards": list(self._rewards[name])} for name in self._configured}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a saved progress. A set that the state does not have starts without any."""
+        """Restore saved progress. Sets that are not in it start without any."""
         self.clear()
         for name, saved in state.items():
             self._groups[name] = int(saved["groups"])
@@ -121,7 +121,7 @@ class Curriculum:
 
 
 def _imported(path: str) -> Callable[..., Mapping[str, float]]:
-    """Return the user's function. Raises ValueError that says what it has to be."""
+    """Import the user's function. Raises ValueError that says what it has to be."""
     function: Callable[..., Mapping[str, float]] = imported(path, "data.curriculum")
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise ValueError(

@@ -1,7 +1,7 @@
 """Prompt files in JSONL or Parquet: every row is checked when the file is opened, and read again when it is drawn.
 
-Of a JSONL file the byte offsets of its lines are kept in memory, of a Parquet file its Arrow table. Prompts are made on
-access, so a large data set holds neither parsed rows nor token ids in memory.
+Memory holds the line offsets of a JSONL file, or the Arrow table of a Parquet file, but no parsed rows or token ids:
+prompts are made on access.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["Prompt", "PromptDataset", "RowMistake", "has_more_rows", "load_promp
 
 
 RowCheck = Callable[[str, dict[str, Any]], object]
-MOST_DECODED = 2_000  # rows whose images are decoded when the first rows of a file are checked, some seconds
+MOST_DECODED = 2_000  # rows whose images are decoded if only the first rows are checked; takes some seconds
 
 
 class PromptDataset(Sequence[Prompt]):
-    """A sequence of prompts whose rows have all been checked; access raises ValueError if a JSONL file has changed."""
+    """A sequence of prompts with checked rows; access raises ValueError if a JSONL file has changed."""
 
     def __init__(self, rows: _JsonLines | _Parquet, config: DataConfig, limit: int | None) -> None:
         self.path = rows.path
@@ -72,17 +72,16 @@ class PromptDataset(Sequence[Prompt]):
 def load_prompts(path: Path | str, config: DataConfig, limit: int | None = None) -> PromptDataset:
     """Open a prompt file and check every row, or only the first `limit` rows.
 
-    `path` may differ from `config.path`, as for evaluation sets; only the other fields of `config` are used. Raises
-    ValueError that names the file and the line (Parquet: row) and field of the first problem.
+    `config.path` is ignored. Raises ValueError naming file, line (Parquet: row) and field of the first problem.
     """
     return PromptDataset(_open(Path(path)), config, limit)
 
 
 @dataclass(frozen=True)
 class RowMistake:
-    """A row that cannot be used; `kind` and `seen` as those of RowError.
+    """A row that cannot be used; `kind` and `seen` as in RowError.
 
-    `where`: `path:line:column`; `path:line` if the mistake has no single place in its line; in Parquet `path, row N`.
+    `where`: `path:line:column`; `path:line` if the mistake has no single place in the line; in Parquet `path, row N`.
     """
 
     where: str
@@ -96,12 +95,10 @@ class RowMistake:
 def row_mistakes(
     path: Path | str, config: DataConfig, limit: int | None = None, check: RowCheck | None = None
 ) -> Iterator[RowMistake]:
-    """Yield what is wrong with the first `limit` rows of a prompt file, or with all, in their order; none is kept.
+    """Yield what is wrong with the first `limit` rows of a prompt file, or with all, in order.
 
-    Images are decoded: those of all rows, or with a `limit` of the first `MOST_DECODED`.
-
-    `check`: that of the reward, of (answer, row), which raises ValueError. Raises ValueError if the file cannot be
-    opened, or holds no rows.
+    Images of all rows are decoded; with a `limit`, of the first `MOST_DECODED`. `check`: the reward's, called with
+    (answer, row), raises ValueError. Raises ValueError if the file cannot be opened or holds no rows.
     """
     count = 0
     form: Format | None = None
@@ -117,7 +114,7 @@ def row_mistakes(
 
 
 def has_more_rows(path: Path, limit: int) -> bool:
-    """Return whether a prompt file has more than `limit` rows; no row is parsed."""
+    """Return whether a prompt file has more than `limit` rows, without parsing any."""
     if path.suffix in PARQUET_SUFFIXES:
         import pyarrow.parquet
 
@@ -141,7 +138,7 @@ def _check_row(
     *,
     decode: bool = False,
 ) -> Format:
-    """Return the format of the file, which its first readable row has. Raises RowError."""
+    """Return the format of the file, that of its first readable row. Raises RowError."""
     row = read()
     form = form or detect_format(row, config)
     prompt = _seen(to_prompt(number, row, form, config), config, path)
@@ -189,7 +186,7 @@ class _JsonLines:
         return f"{self.path}:{position + 1 + bisect_right(self._blanks, position)}"
 
     def read(self, position: int) -> dict[str, Any]:
-        """Return a scanned row by its position, counted from 0. Raises ValueError if the file has changed."""
+        """Return a scanned row by position (from 0). Raises ValueError if the file has changed."""
         if _stamp(self.path) != self._stamp:
             raise ValueError(f"{self.path} has changed since the run started")
         with self.path.open("rb") as file:
@@ -227,13 +224,13 @@ class _Parquet:
         return f"{self.path}, row {position + 1}"
 
     def read(self, position: int) -> dict[str, Any]:
-        """Return a row by its position, counted from 0."""
+        """Return a row by position (from 0)."""
         (row,) = self._table.slice(position, 1).to_pylist()
         return _without_nulls(row)
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row whose calls have their own arguments only: Arrow adds those of all other calls, as null."""
+    """Return a row without the nulls that Arrow adds to calls for the arguments of other calls."""
     return {name: _own(value) if isinstance(value, list) else value for name, value in row.items()}
 
 
@@ -244,21 +241,21 @@ def _own(value: Any) -> Any:  # noqa: ANN401 (any value of a row)
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Return (size in bytes, modification time in ns), by which a change of the file is noticed."""
+    """Return (size in bytes, modification time in ns), to detect changes of the file."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"))  # with its end, a column could be of the next line
+        row = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"))  # a line end could shift the column to the next line
     except UnicodeDecodeError as error:
         before = error.object[: error.start].decode()  # without a byte order mark
         raise RowError("not UTF-8", f" at byte {error.start} of the line", len(before) + 1) from error
     except json.JSONDecodeError as error:
         hint = "; write one JSON object per line, not one array" if line.strip() == b"[" else ""
         raise RowError(f"not JSON: {error.msg}{hint}", column=error.colno) from error
-    except (ValueError, RecursionError) as error:  # a number of too many digits, or too deep a nesting
+    except (ValueError, RecursionError) as error:  # a number with too many digits, or nesting too deep
         raise RowError("not JSON that can be read", f": {error}") from error
     if not isinstance(row, dict):
         raise RowError(f"must be a JSON object, not {type(row).__name__}")

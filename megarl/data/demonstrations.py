@@ -1,7 +1,7 @@
 """Demonstrations: prompts with a response from the data file, as the token ids that the model would have produced.
 
-The response is the text of `data.demonstration_field`, encoded by itself, and the token that ends an assistant's turn.
-It follows the prompt as `PromptEncoder` makes it, generation prompt included.
+The response is the text of `data.demonstration_field`, encoded separately, and the token that ends an assistant's turn.
+It follows the prompt of `PromptEncoder`, including the generation prompt.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ShownResponse:
-    """The token ids of a prompt and of the response to it, with the token that ends it."""
+    """The token ids of a prompt and its response, with the end token."""
 
     prompt_ids: list[int]
     response_ids: list[int]
 
 
 class DemonstrationEncoder:
-    """Makes demonstrations of prompts whose rows have one; `prompts` encodes the prompts themselves.
+    """Encodes the demonstrations of rows that have one; `prompts` encodes the prompts.
 
-    `max_tokens`: the longest response, its end included; what happens to longer ones is as for longer prompts.
-    `skipped` counts those that were left out.
+    `max_tokens`: the longest response, including its end; longer ones are treated like overlong prompts. `skipped`:
+    how many were left out.
     """
 
     def __init__(self, prompts: PromptEncoder, end: int, max_tokens: int) -> None:
@@ -41,7 +41,7 @@ class DemonstrationEncoder:
         self.skipped = 0
 
     def encode(self, prompt: Prompt) -> ShownResponse:
-        """Return the demonstration of a row. Raises PromptTooLongError if its prompt or its response is too long."""
+        """Return the demonstration of a row. Raises PromptTooLongError if its prompt or response is too long."""
         response = self._prompts.tokenizer(prompt.demonstration, add_special_tokens=False)["input_ids"]
         if len(response) + 1 > self._max_tokens:
             raise PromptTooLongError(
@@ -51,13 +51,13 @@ class DemonstrationEncoder:
         return ShownResponse(self._prompts.encode(prompt), [*response, self._end])
 
     def valid_indices(self, prompts: Sequence[Prompt], fitting: Sequence[int]) -> Sequence[int]:
-        """Return those of the positions `fitting` whose demonstration fits. Raises ValueError as for prompts."""
+        """Return the positions of `fitting` whose demonstration fits. Raises ValueError as for prompts."""
         valid = array("q")
         self.skipped = 0
         for position in fitting:
             prompt = prompts[position]
             try:
-                # A token stands for at least one byte of text, so most responses need not be encoded.
+                # A token has at least one byte, so most responses need not be encoded.
                 if len(prompt.demonstration.encode()) + 1 > self._max_tokens:
                     self.encode(prompt)
                 valid.append(position)
@@ -73,10 +73,9 @@ class DemonstrationEncoder:
 
 
 def end_token(tokenizer: PreTrainedTokenizerBase, stops: Collection[int]) -> int:
-    """Return the token that ends a demonstration, one of `stops`, which end a response of the model.
+    """Return the token of `stops` (which end the model's responses) that ends a demonstration.
 
-    It is the token that ends an assistant's turn in the chat template, or else the tokenizer's EOS, or the lowest of
-    all.
+    Preferably it ends an assistant's turn in the chat template, else it is the tokenizer's EOS, else the lowest.
     """
     wanted = [*sorted(end_of_turn_ids(tokenizer)), tokenizer.eos_token_id, *sorted(stops)]
     return next(int(token) for token in wanted if token in stops)

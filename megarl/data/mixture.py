@@ -1,9 +1,9 @@
-"""Draws prompt groups from several sets: which set a group is of, and which draw of that set it is. Pure.
+"""Draws prompt groups from several sets: the set of each group, and the number of its draw from that set. Pure.
 
-The sets are interleaved evenly: after any number of groups at constant weights, the number of draws of each of K sets
-differs from its share by less than K. Group and set are computed from (seed, group id) alone, in exact arithmetic, so a
-group that is generated again gets the same prompt on any machine. When the weights change, they do so from a group id
-on; the list of these changes, from the first group that is not settled, is the only state.
+The sets are interleaved evenly: after any number of groups at constant weights, each of K sets deviates from its share
+by fewer than K draws. Both are computed from (seed, group id) in exact arithmetic, so a group that is generated again
+gets the same prompt on any machine. Weights change from a group id on; the only state is the list of changes that
+unsettled groups need.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class _Span:
-    """The groups from `start` on, up to the next span.
+    """The groups from `start` up to the next span.
 
-    `drawn`: the draws of each set before `start`; `splits`: for each set, which of the draws it takes that no earlier
-    set has taken.
+    `drawn`: each set's draws before `start`; `splits`: for each set, its share of the draws that earlier sets leave.
     """
 
     start: int
@@ -48,7 +47,7 @@ class Mixture:
         return dict(zip(self.names, self._spans[-1].weights, strict=True))
 
     def at(self, group: int) -> tuple[int, int]:
-        """Return (index of the set, number of the draw from that set, counted from 0) of a group id."""
+        """Return (index of the set, number of the draw from it, from 0) of a group id."""
         span = self._spans[bisect.bisect_right(self._spans, group, key=lambda each: each.start) - 1]
         position = group - span.start
         for index, split in enumerate(span.splits):
@@ -59,7 +58,7 @@ class Mixture:
         raise AssertionError("the last set that has a weight takes every draw that reaches it")
 
     def reweight(self, start: int, weights: Mapping[str, float]) -> None:
-        """Draw by other weights from group `start` on. Raises ValueError if that is before the last change."""
+        """Use other weights from group `start` on. Raises ValueError if that is before the last change."""
         checked, last = self._checked(weights), self._spans[-1]
         if checked == last.weights:
             return
@@ -75,10 +74,10 @@ class Mixture:
         self._spans.append(self._span(start, checked, drawn))
 
     def follow(self, start: int, schedule: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Draw by a schedule of (first group, weights) from group `start` on, of which none has been drawn.
+        """Follow a schedule of (first group, weights) from the undrawn group `start` on.
 
-        Changes that were set for later groups are dropped. Raises ValueError as `reweight`, and if the schedule has no
-        weights for `start`.
+        Drops earlier changes for later groups. Raises ValueError like `reweight`, and if the schedule has no weights
+        for `start`.
         """
         del self._spans[1 + bisect.bisect_right(self._spans[1:], start, key=lambda each: each.start) :]
         present = [weights for group, weights in schedule if group <= start]
@@ -90,11 +89,11 @@ class Mixture:
                 self.reweight(group, weights)
 
     def forget(self, group: int) -> None:
-        """Drop the changes that only groups before `group` need: these cannot be asked for any more."""
+        """Drop the changes that only groups before `group` need; these can then not be drawn again."""
         del self._spans[: bisect.bisect_right(self._spans, group, key=lambda each: each.start) - 1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return names, seed and the changes of the weights that are not forgotten, as JSON content."""
+        """Return names, seed and the remembered changes of weights, as JSON content."""
         first = self._spans[0]
         return {
             "names": list(self.names),
@@ -104,7 +103,7 @@ class Mixture:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a saved list of changes. Raises ValueError if sets or seed are other ones."""
+        """Restore a saved list of changes. Raises ValueError if sets or seed differ."""
         for key, own in (("names", list(self.names)), ("seed", self.seed)):
             if state[key] != own:
                 raise ValueError(
@@ -148,10 +147,10 @@ class _Split:
         return cls(share.numerator, share.denominator, stable_hash(place) % share.denominator)
 
     def taken(self, draws: int) -> int:
-        """Return how many of the first `draws` draws are taken; the share of them, rounded up or down."""
+        """Return how many of the first `draws` draws are taken: their share, rounded up or down."""
         return (draws * self.numerator + self.phase) // self.denominator
 
 
 def stable_hash(text: str) -> int:
-    """Return a 63-bit number that depends on the text only."""
+    """Return a 63-bit number that depends only on the text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

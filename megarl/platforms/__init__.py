@@ -1,4 +1,4 @@
-"""The platform of a process: CUDA with NCCL, or a CPU with emulations of the CUDA calls that Megatron-Core makes."""
+"""The platform of a process: CUDA with NCCL, or a CPU with emulations of Megatron-Core's CUDA calls."""
 
 from megarl.platforms.platform import Platform, activate, current
 

@@ -1,8 +1,8 @@
-"""Emulations of the CUDA calls of Megatron-Core on a CPU, and the reason for each.
+"""Emulations of Megatron-Core's CUDA calls on a CPU, and the reason for each.
 
-`EMULATIONS` is the complete list of the functions that install one; each says where Megatron-Core uses it. Nothing is
-installed if CUDA is present. An emulation replaces only calls that would otherwise raise: `device="cuda"` means the
-CPU, streams and events do nothing (a CPU executes in order), and the CUDA random state is that of the CPU generator.
+`EMULATIONS` lists all functions that install one; each says where Megatron-Core uses it. None is installed if CUDA is
+present. Emulations replace only calls that would otherwise raise: `device="cuda"` means the CPU, streams and events do
+nothing (a CPU executes in order), and the CUDA random state is the CPU generator's.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange")
 def install() -> None:
     """Install every emulation; call it once. Raises RuntimeError if CUDA is present."""
     if torch.cuda.is_available():
-        raise RuntimeError("the CPU emulation must not be installed where CUDA is present")
+        raise RuntimeError("the CPU emulation must not be installed if CUDA is present")
     for install_one in EMULATIONS:
         install_one()
-    # These are hints about CUDA settings, and about deprecated torch functions that Megatron-Core calls.
+    # Hints about CUDA settings, and about deprecated torch functions that Megatron-Core calls.
     warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
 
@@ -42,11 +42,11 @@ def _is_cuda(device: object) -> bool:
 
 
 def _install_jit_fuser() -> None:
-    """Run jitted functions eagerly: torch.compile would build C++ at run time for very small functions.
+    """Run jitted functions eagerly: torch.compile would build C++ at run time for tiny functions.
 
     Used in jit.py and its users (activations, fusions, router).
     """
-    if "megatron.core" in sys.modules:  # it was imported before, so its functions are already compiled ones
+    if "megatron.core" in sys.modules:  # imported before, so its functions are already compiled
         torch.compiler.set_stance("force_eager")
     original = torch.compile
     torch.compile = lambda function, *args, **kwargs: function  # type: ignore[assignment]
@@ -72,7 +72,7 @@ def _install_current_device() -> None:
 
 
 def _install_factories() -> None:
-    """Make tensors on the CPU where a factory is called with device="cuda".
+    """Create tensors on the CPU if a factory is called with device="cuda".
 
     Used in schedules.py, optimizer.py, clip_grads.py, grad_scaler.py, data.py, transformer/utils.py.
     """
@@ -87,8 +87,8 @@ def _install_factories() -> None:
 
         return make
 
-    # `with torch.device("meta")` recognises the factories by identity, from a list that its first use creates. The list
-    # must exist before the wrappers do: otherwise the context has no effect, and transformers' RoPE buffers are wrong.
+    # `with torch.device("meta")` recognises factories by identity, from a list created on first use. Create it before
+    # the wrappers: otherwise the context has no effect, and transformers' RoPE buffers are wrong.
     from torch.utils import _device
 
     _device._device_constructors()
@@ -97,7 +97,7 @@ def _install_factories() -> None:
 
 
 def _install_tensor_cuda() -> None:
-    """Return the object as it is from Tensor.cuda() and Module.cuda().
+    """Let Tensor.cuda() and Module.cuda() return the object unchanged.
 
     Used in language_module.py, rope_utils.py, data.py, grad_scaler.py.
     """
@@ -106,7 +106,7 @@ def _install_tensor_cuda() -> None:
 
 
 def _install_tensor_type() -> None:
-    """Give the name of a CUDA type to the optimizer's files, which compare type() with "torch.cuda.FloatTensor".
+    """Report CUDA type names to the optimizer's files, which compare type() with "torch.cuda.FloatTensor".
 
     Used in optimizer.py, distrib_optimizer.py, clip_grads.py.
     """
@@ -125,7 +125,7 @@ def _install_tensor_type() -> None:
 
 
 def _install_rng() -> None:
-    """Use the state of the CPU's generator as that of CUDA.
+    """Use the CPU generator's state as CUDA's.
 
     Used in tensor_parallel/random.py, rerun_state_machine.py.
     """
@@ -145,12 +145,12 @@ def _install_rng() -> None:
 
     torch.cuda.manual_seed = torch.cuda.random.manual_seed = manual_seed
     random._set_cuda_rng_state = set_state
-    # Both states are one generator here, so the tracker's warning "CPU RNG state changed" is always wrong.
+    # Both states belong to one generator here, so the tracker's warning "CPU RNG state changed" is always wrong.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
 class _NoStream:
-    """Stands for a stream or an event of a device that executes in order."""
+    """A stream or event of a device that executes in order."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -172,7 +172,7 @@ class _NoStream:
 
 
 def _install_streams() -> None:
-    """Let streams and events do nothing, because a CPU executes in order.
+    """Make streams and events do nothing, because a CPU executes in order.
 
     Used in token_dispatcher.py, shared_experts.py, distributed_data_parallel.py, param_and_grad_buffer.py.
     """
@@ -190,7 +190,7 @@ def _install_streams() -> None:
 
 
 def _install_synchronize() -> None:
-    """Let synchronisation do nothing, because there is nothing to wait for.
+    """Make synchronisation do nothing, because there is nothing to wait for.
 
     Used in p2p_communication.py, parallel_state.py, timers.py, distributed_data_parallel.py.
     """
@@ -199,7 +199,7 @@ def _install_synchronize() -> None:
 
 
 def _install_nvtx() -> None:
-    """Let profiler ranges do nothing. Used in utils.py, pipeline_parallel/utils.py."""
+    """Make profiler ranges do nothing. Used in utils.py, pipeline_parallel/utils.py."""
     torch.cuda.nvtx.range_push = lambda message: 0
     torch.cuda.nvtx.range_pop = lambda: 0
 

@@ -1,14 +1,13 @@
-"""RMSNorm, SwiGLU and RoPE on a CPU, in fewer passes over memory than their formulas take in torch.
+"""RMSNorm, SwiGLU and RoPE on a CPU, with fewer passes over memory than torch's formulas.
 
 At hidden size 128, torch 2.13 spends more than half of an update in these functions: each operation reads and writes
-tensors that are larger than a core's caches, and each slice of a tensor costs a copy in the backward pass. Here each is
-one autograd function, whose backward pass is written out. Values and gradients are those of the formulas: of SwiGLU to
-the last bit, of the others but for rounding.
+tensors larger than a core's caches, and each slice costs a copy in the backward pass. Here each is one autograd
+function with an explicit backward pass. Values and gradients equal the formulas': SwiGLU's to the last bit, the others'
+up to rounding.
 
-`MEGARL_CPU_MATMUL=torch` keeps torch's functions, to compare runs bit for bit with those of older commits, in which it
-kept torch's matrix products too.
+`MEGARL_CPU_MATMUL=torch` keeps torch's functions, to compare runs bit for bit.
 
-Shapes: X any axes, E channels that are normalized, D channels of a head, F channels of each half of a gated layer.
+Shapes: X any axes, E normalized channels, D channels of a head, F channels of each half of a gated layer.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ VARIABLE = "MEGARL_CPU_MATMUL"
 
 @functools.cache
 def enabled() -> bool:
-    """Return whether the functions of this module are used, on a CPU."""
+    """Return whether this module's functions are used (on a CPU)."""
     return not torch.cuda.is_available() and os.environ.get(VARIABLE) != "torch"
 
 
 def install() -> None:
     """Make Megatron-Core's fused SwiGLU and its RoPE use the functions of this module; call it once.
 
-    Raises InstallationError if one of the two is not as in the versions that megarl supports.
+    Raises InstallationError if one of them differs from the supported versions'.
     """
     if not enabled():
         return
@@ -57,10 +56,10 @@ def _replace(
     make: Callable[[Callable[..., Any]], Callable[..., Any]],
     options: tuple[str, ...] = (),
 ) -> None:
-    """Set `module.name`, and what has been imported from there, to `make` of it.
+    """Replace `module.name`, and imports of it, with `make` of it.
 
-    Its parameters must be `tensors`, and after them only those that have a default, `options` among them. A name that
-    is gone would be set without an effect, and a further tensor would be left out without an error.
+    Its parameters must be `tensors`, then only parameters with defaults, including `options`. Without this check, a
+    renamed function would silently not be replaced, and an additional tensor silently dropped.
     """
     original = getattr(module, name, None)
     parameters = {} if original is None else inspect.signature(original).parameters
@@ -85,7 +84,7 @@ def rms_norm(input_XE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
 
 
 class _Saved(Protocol):
-    """The part that is used of the object that autograd gives to a function for its backward pass."""
+    """The methods used of autograd's context."""
 
     saved_tensors: tuple[Tensor, ...]
 
@@ -107,7 +106,7 @@ class _RMSNorm(torch.autograd.Function):
         channels = input_XE.shape[-1]
         product_RE = (gradient_XE * input_XE).reshape(-1, channels)
         scale_R = scale_X1.reshape(-1)
-        # Both sums over an axis are products of a matrix and a vector.
+        # Both sums over an axis are matrix-vector products.
         weight_gradient_E = product_RE.t().mv(scale_R)
         factor_R = product_RE.mv(weight_E).mul_(scale_R.pow(3)).div_(-channels)
         input_gradient_XE = (gradient_XE * weight_E).mul_(scale_X1)
@@ -115,7 +114,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def swiglu_back(gradient_XF: Tensor, input_X2F: Tensor) -> Tensor:
-    """Return the gradient [X, 2F] of silu(first half) * second half by the input, from that of its result."""
+    """Return the gradient [X, 2F] of silu(first half) * second half with respect to the input."""
     gate_XF, up_XF = input_X2F.chunk(2, -1)
     result_X2F = torch.empty_like(input_X2F)
     gate_gradient_XF, up_gradient_XF = result_X2F.chunk(2, -1)
@@ -129,7 +128,7 @@ def swiglu_back(gradient_XF: Tensor, input_X2F: Tensor) -> Tensor:
 def rope(input_XD: Tensor, angles_XD: Tensor, factor: float = 1.0) -> Tensor:
     """Return the input with channels i and i + D/2 rotated by their angles and multiplied by `factor`, [X, D].
 
-    `angles_XD` is broadcast, has no gradient, and may be of another type.
+    `angles_XD` is broadcast, has no gradient, and may have another dtype.
     """
     cosine_XD, sine_XD = torch.cos(angles_XD), torch.sin(angles_XD)
     if factor != 1.0:
@@ -163,10 +162,7 @@ def _rotated(x_XD: Tensor, cosine_XD: Tensor, first_sine: Tensor, second_sine: T
 
 
 def _with_rope(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return Megatron-Core's function for one axis of tokens, with this module's where that is the same.
-
-    Those for packed sequences call it too.
-    """
+    """Wrap Megatron-Core's function (which packed sequences use too) to call `rope` where both are equivalent."""
 
     @functools.wraps(original)
     def apply(t: Tensor, freqs: Tensor, *args: bool, mscale: float = 1.0, **options: bool | None) -> Tensor:

@@ -1,8 +1,8 @@
-"""Patches for defects of Megatron-Core that no config check can avoid, each as small as possible.
+"""Minimal patches for defects of Megatron-Core that no config check can avoid.
 
-They are applied on every platform. Each function is named after its defect; `PATCHES` lists them all. File and line are
-those of 0.19.2, the supported version (https://github.com/NVIDIA/Megatron-LM/tree/core_v0.19.2/megatron/core). A patch
-keeps the original function as `__wrapped__`, with which the tests reproduce the defect.
+They apply on every platform. Each function is named after its defect; `PATCHES` lists them. Files and lines are those
+of 0.19.2, the supported version (https://github.com/NVIDIA/Megatron-LM/tree/core_v0.19.2/megatron/core). A patch keeps
+the original function as `__wrapped__`, with which tests reproduce the defect.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def apply() -> None:
 def all_to_all_split_sizes() -> None:
     """Convert split sizes to lists before `all_to_all`.
 
-    moe_utils.py:1184 converts them only if they are CUDA tensors. Without CUDA they remain tensors, for which
-    all_to_all_single raises TypeError: EP > 1 cannot run.
+    moe_utils.py:1184 converts only CUDA tensors. Without CUDA they remain tensors, for which all_to_all_single raises
+    TypeError: EP > 1 cannot run.
     """
     from megatron.core.tensor_parallel import mappings
 
@@ -73,9 +73,9 @@ def recompute_without_fp8() -> None:
 def recompute_compiles_at_run_time() -> None:
     """Copy a recomputed output instead of compiling a C++ function that shares its memory.
 
-    random.py:69 (`_get_share_storage`): the first backward pass with selective recompute compiles an
-    extension. That needs a compiler on every node, takes minutes on a busy one, and waits forever if an earlier rank
-    was killed as it compiled, because its lock file is still there.
+    random.py:69 (`_get_share_storage`): the first backward pass with selective recompute compiles an extension. That
+    needs a compiler on every node, takes minutes on a busy one, and waits forever for the lock file of a rank that was
+    killed while compiling.
     """
     from megatron.core.tensor_parallel import random
 
@@ -94,12 +94,12 @@ def recompute_compiles_at_run_time() -> None:
 
 
 def aux_loss_counts_of_padding() -> None:
-    """Correct the token counts by which the auxiliary losses are scaled in micro-batches with padding.
+    """Correct the token counts that scale the auxiliary losses in micro-batches with padding.
 
-    moe_utils.py:275: for a micro-batch of nothing but padding the auxiliary loss divides 0 by 0 tokens, which gives NaN
-    in every gradient; here the total is at least 1. The function also reduces over the group in place, so `local`, the
-    weight of each rank's part of the loss, is the number of all the group's tokens. The rank's own number would be
-    wrong too, because the parts of one sum need equal weights: here it is the mean over the group.
+    moe_utils.py:275: for a micro-batch of only padding the auxiliary loss divides 0 by 0 tokens, and every gradient
+    becomes NaN; here the total is at least 1. The function also reduces over the group in place, so `local`, the weight
+    of each rank's part of the loss, counts the whole group's tokens. The parts of one sum need equal weights, so here
+    it is the mean over the group.
     """
     from megatron.core.transformer.moe import moe_utils
 
@@ -119,9 +119,9 @@ def aux_loss_counts_of_padding() -> None:
 
 
 def expert_bias_padding_mask_shape() -> None:
-    """Give the padding mask of `_apply_expert_bias` a second axis.
+    """Add a second axis to the padding mask of `_apply_expert_bias`.
 
-    router.py:738 combines a map [tokens, experts] with a mask [tokens]: an error, or the wrong axis if both are equal.
+    router.py:738 combines a map [tokens, experts] with a mask [tokens]: an error, or the wrong axis if sizes match.
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -137,10 +137,9 @@ def expert_bias_padding_mask_shape() -> None:
 def write_results_need_no_manager() -> None:
     """Use a plain queue for the results of a save.
 
-    filesystem_async.py:53: every save starts a manager process for one queue, which continues to run after its rank is
-    killed. The process is spawned, so an entry script without an import guard runs again in it. megarl writes in the
-    rank's own process only (`checkpoint/save/writer.py`, or Megatron-Core's synchronous save), where a plain queue is
-    enough.
+    filesystem_async.py:53: every save starts a manager process for one queue, which survives a killed rank. The process
+    is spawned, so it runs an entry script without an import guard again. megarl writes only in the rank's process
+    (`checkpoint/save/writer.py`, or Megatron-Core's synchronous save), where a plain queue is enough.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -156,10 +155,10 @@ def write_results_need_no_manager() -> None:
 def mla_rotated_key_gradient_is_partial() -> None:
     """Sum the gradient of the shared rotated key over the tensor ranks.
 
-    multi_latent_attention.py:749: with column-parallel down projections (those of the local spec) and TP > 1, every
-    rank rotates the whole shared key, but back-propagates only the part of its own heads: wrong gradients without an
-    error. The patch gathers the projection's output, and passes its key part through a region that sums gradients.
-    Megatron's code then takes its branch for replicated projections, which is correct.
+    multi_latent_attention.py:749: with column-parallel down projections (as in the local spec) and TP > 1, every rank
+    rotates the whole shared key, but back-propagates only its heads' part: silently wrong gradients. The patch gathers
+    the projection's output, and passes its key part through a region that sums gradients. Megatron's code then takes
+    its branch for replicated projections, which is correct.
     """
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -173,7 +172,7 @@ def mla_rotated_key_gradient_is_partial() -> None:
         latent, key = whole.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         key = mappings.copy_to_tensor_model_parallel_region(key)
         if key.requires_grad:
-            key.register_hook(Tensor.contiguous)  # mappings.py `_reduce` sums a copy of a tensor that is not contiguous
+            key.register_hook(Tensor.contiguous)  # mappings.py `_reduce` sums a copy of a non-contiguous tensor
         return torch.cat([latent, key], dim=-1)
 
     @functools.wraps(original)
@@ -187,12 +186,11 @@ def mla_rotated_key_gradient_is_partial() -> None:
 
 
 def mla_query_has_no_norm_without_compression() -> None:
-    """Build the query projection of latent attention as the layer spec names it, if queries are not compressed.
+    """Build latent attention's query projection as in the layer spec, if queries are not compressed.
 
-    mla_qk_norm_config.py:148: with `qk_layernorm`, which the norm of keys and values needs, it replaces the
-    projection by Transformer Engine's norm and projection in one. Models such as Moonlight have no such norm (reported
-    as https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/5261), and without Transformer Engine there is no such
-    module: an error.
+    mla_qk_norm_config.py:148: with `qk_layernorm`, which the norm of keys and values needs, it uses Transformer
+    Engine's fused norm and projection instead. Models such as Moonlight have no such norm (reported as
+    https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/5261), and without Transformer Engine it is an error.
     """
     from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 
@@ -208,7 +206,7 @@ def mla_query_has_no_norm_without_compression() -> None:
 
 
 def rebind(name: str, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    """Set `replacement` in every Megatron module that has imported `original` by name."""
+    """Set `replacement` in every Megatron module that imported `original` by name."""
     import sys
 
     for module_name, module in list(sys.modules.items()):

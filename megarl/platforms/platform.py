@@ -1,4 +1,4 @@
-"""The platform of this process. Call `activate()` before Megatron-Core is used; read the platform by `current()`."""
+"""The platform of this process. Call `activate()` before using Megatron-Core; `current()` returns the platform."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from megarl.common import megatron_versions
 from megarl.common.errors import InstallationError
 from megarl.common.rundir.private_directory import keep_kernels, make_private_directory
 
-# The settings of a process with a GPU before Megatron-Core is imported: its device, and how torch allocates memory.
-
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
-# torch reads the first of these that is set; PYTORCH_CUDA_ALLOC_CONF is the older name.
+# torch reads the first one that is set; PYTORCH_CUDA_ALLOC_CONF is the older name.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def prepare(index: int, *, expandable: bool = True) -> None:
-    """Make GPU `index`, of those this process sees, its device, and let its memory segments grow if `expandable`.
+    """Make visible GPU `index` the device of this process, with growing memory segments if `expandable`.
 
-    Call it before Transformer Engine is imported: that creates a context on the current device, so every rank of a
-    node would leave one on GPU 0. Megatron-Core compiles a few small functions by torch.compile (jit.py), for which
-    every rank would start a pool of up to 32 processes: it gets none, unless the user's environment says otherwise.
+    Call it before importing Transformer Engine, which creates a context on the current device: every rank of a node
+    would leave one on GPU 0. Megatron-Core compiles a few small functions with torch.compile (jit.py), for which every
+    rank would start up to 32 processes: it gets none, unless the user's environment says otherwise.
     """
     torch.cuda.set_device(index)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # before torch._inductor is imported
@@ -39,20 +37,20 @@ def prepare(index: int, *, expandable: bool = True) -> None:
 def use_expandable_segments() -> None:
     """Make torch's allocator grow its segments instead of allocating new ones, unless the user has configured it.
 
-    Micro-batches of ever new lengths and a reference model that moves in and out leave holes in segments of fixed
-    size. The setting is made in this process, not in its environment: the engines, which are children of rank 0's
-    supervisor, must not inherit it. vLLM 0.32 refuses PYTORCH_CUDA_ALLOC_CONF with such segments in an engine that has
-    a KV connector, unless that uses vLLM's own allocator (config/vllm.py, `_verify_kv_transfer_compat`).
+    Micro-batches of varying lengths and an offloaded reference model fragment segments of fixed size. The setting
+    applies to this process, not to its environment, because the engines, children of rank 0's supervisor, must not
+    inherit it: vLLM 0.32 refuses PYTORCH_CUDA_ALLOC_CONF with such segments in an engine with a KV connector, unless
+    that uses vLLM's allocator (config/vllm.py, `_verify_kv_transfer_compat`).
     """
     if not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings(EXPANDABLE_SEGMENTS)
 
 
 def check_transformer_engine() -> None:
-    """Import Transformer Engine, if it is installed, because Megatron-Core will.
+    """Import Transformer Engine if it is installed, because Megatron-Core will. Raises InstallationError on failure.
 
-    Raises InstallationError if that fails. Megatron-Core catches only ImportError, but without its PyTorch extension
-    Transformer Engine raises FileNotFoundError, and with one that was built for another torch OSError.
+    Megatron-Core only catches ImportError. Transformer Engine raises FileNotFoundError without its PyTorch extension,
+    and OSError if the extension was built for another torch.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return
@@ -69,11 +67,11 @@ def check_transformer_engine() -> None:
 
 
 def _load_packaged_libraries() -> None:
-    """Load all parts of the installed packages' cuDNN, and their NVRTC, before Transformer Engine looks for them.
+    """Load cuDNN and NVRTC from the installed packages before Transformer Engine looks for them.
 
-    Where it finds a CUDA toolkit (CUDA_HOME, /usr/local/cuda, ...), version 2.20.2 (common/__init__.py) loads the
-    toolkit's NVRTC, which compiles its norms and may be of another CUDA, and not the parts of cuDNN that its own
-    library needs: its import then fails.
+    If there is a CUDA toolkit (CUDA_HOME, /usr/local/cuda, ...), version 2.20.2 (common/__init__.py) loads the
+    toolkit's NVRTC, which may be of another CUDA version, and not the parts of cuDNN that its library needs: the import
+    then fails.
     """
     nvidia = importlib.util.find_spec("nvidia")
     for folder in (nvidia and nvidia.submodule_search_locations) or ():
@@ -84,7 +82,7 @@ def _load_packaged_libraries() -> None:
 
 @dataclass(frozen=True)
 class Platform:
-    """The device of tensors, and the backend by which ranks communicate."""
+    """The device of tensors, and the communication backend of the ranks."""
 
     device: torch.device
     is_cuda: bool
@@ -93,7 +91,7 @@ class Platform:
 
 @functools.cache
 def current() -> Platform:
-    """Return the process's platform, which depends on whether torch finds a CUDA device at the first call."""
+    """Return the process's platform. The first call checks whether torch finds a CUDA device."""
     if torch.cuda.is_available():
         return Platform(torch.device("cuda"), True, "nccl")
     return Platform(torch.device("cpu"), False, "gloo")
@@ -103,10 +101,9 @@ def activate(device: int | None = None, *, expandable: bool = True) -> Platform:
     """Make Megatron-Core usable on this platform, patch its known defects, and return the platform. Idempotent.
 
     `device`: the index of this process's GPU, ignored without CUDA; None leaves the choice to the caller. `expandable`:
-    let memory segments grow, which other processes cannot map then. Without CUDA
-    this installs `cpu.EMULATIONS`; on all platforms those of `patches.PATCHES` that its version needs, and a directory
-    for compiled kernels (`keep_kernels`). It imports Megatron-Core, which takes a few seconds. Raises
-    InstallationError if its version is not supported, or if Transformer Engine is installed in part.
+    let memory segments grow; other processes cannot map them then. Applies `patches.PATCHES`, sets a directory for
+    compiled kernels (`keep_kernels`) and, without CUDA, installs `cpu.EMULATIONS`. Imports Megatron-Core, which takes a
+    few seconds. Raises InstallationError if its version is not supported or Transformer Engine is incomplete.
     """
     platform = current()
     if platform.is_cuda and device is not None:
@@ -117,7 +114,7 @@ def activate(device: int | None = None, *, expandable: bool = True) -> Platform:
 
 @functools.cache
 def _make_megatron_usable() -> None:
-    keep_kernels(lambda: make_private_directory() / "tmp")  # a later start of the user removes it
+    keep_kernels(lambda: make_private_directory() / "tmp")  # removed by a later start
     check_transformer_engine()
     if not current().is_cuda:
         from megarl.platforms import cpu
