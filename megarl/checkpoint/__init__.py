@@ -1,1 +1,1 @@
-"""The checkpoint scheme shared by trainer and converter, and the converter itself."""
+"""The checkpoint format shared by trainer and converter, saving, and the converter."""

@@ -24,8 +24,6 @@ from megarl.common.values import GIB
 from megarl.models.hf.directory import HFDirectory
 from megarl.models.hf.model_files import HF_FILES, HF_SHARD_BYTES, megatron_step
 
-# Opens a path as a model's Hugging Face tensors, in whichever of the two formats it is.
-
 
 def open_model(path: Path) -> HFDirectory | MegatronDirectory:
     """Open a Hugging Face directory or a Megatron checkpoint.
@@ -44,9 +42,8 @@ def open_model(path: Path) -> HFDirectory | MegatronDirectory:
 
 
 def open_hf(path: Path) -> HFDirectory:
-    """Open the Hugging Face directory that `--hf` names.
-
-    Raises ConversionError if `path` is none, ValueError naming file and tensor if it is damaged.
+    """Open the Hugging Face directory `--hf`. Raises ConversionError for anything else, and ValueError naming file and
+    tensor if it is damaged.
     """
     if not path.is_dir():
         raise ConversionError(f"--hf {path} {'is not a directory' if path.exists() else 'does not exist'}")
@@ -60,19 +57,15 @@ def open_hf(path: Path) -> HFDirectory:
     return HFDirectory(path)
 
 
-# Checks the files of a Megatron checkpoint that a conversion reads against the checkpoint's manifest.
-
-
 def has_manifest(model: MegatronDirectory) -> bool:
-    """Return whether the checkpoint has a manifest; one written by Megatron-LM has none."""
+    """Return whether the checkpoint has a manifest; Megatron-LM writes none."""
     return (model.step / MANIFEST).is_file()
 
 
 def check_digests(model: MegatronDirectory, rank: int = 0, ranks: int = 1) -> int:
-    """Check the share of `rank` of `ranks` of the weights' files, their index and `hf/`; return the number of files.
+    """Check a rank's share of the weight files, their index and `hf/` against the manifest; return how many files.
 
-    Every byte is read. Raises DamagedCheckpointError naming each file that differs from its entry in the manifest, or
-    that has no entry.
+    Reads every byte. Raises DamagedCheckpointError naming each file that differs from its entry or has none.
     """
     manifest = Manifest.read(model.step)
     weights = {str(path.relative_to(model.step)) for path in model.files()}
@@ -89,7 +82,7 @@ def check_digests(model: MegatronDirectory, rank: int = 0, ranks: int = 1) -> in
     return len(names)
 
 
-_EXIT_DELAY_S = 5.0  # torchrun ends all ranks when the first one exits: by then rank 0 must have written its message
+_EXIT_DELAY_S = 5.0  # torchrun ends all ranks when the first one exits: let rank 0 write its message before
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -99,12 +92,10 @@ def main(
     program: str = "convert.py",
     of_torchrun: str = "tools/checkpoint/convert.py",
 ) -> int:
-    """Run one command and return its exit status.
+    """Run one command; return 0 for done or equal, 1 for failed or not equal, 130 for interrupted.
 
-    `program`: how it was started, for help and messages; `of_torchrun`: how torchrun starts it.
-
-    It is 0 for done or equal, 1 for failed or not equal, 130 for interrupted; a mistake on the command line raises
-    SystemExit(2).
+    `program`: how it was started, for help and messages; `of_torchrun`: how torchrun starts it. A mistake on the
+    command line raises SystemExit(2).
     """
     given = sys.argv[1:] if arguments is None else arguments
     if not given:
@@ -300,10 +291,7 @@ def _texts(options: argparse.Namespace) -> list[str]:
 
 
 def _check_manifest(model: HFDirectory | MegatronDirectory, stream: TextIO) -> None:
-    """Check a Megatron checkpoint against its manifest, if it has one.
-
-    With damaged files the comparison would show nothing about the program that wrote them.
-    """
+    """Check a Megatron checkpoint against its manifest, if it has one, so that damage is not taken for a difference."""
     if isinstance(model, MegatronDirectory) and has_manifest(model):
         stream.write(f"{model.step}: {check_digests(model)} files match its manifest\n")
 
@@ -318,6 +306,6 @@ def _dtype(options: argparse.Namespace) -> torch.dtype | None:
 
 
 def _run_options(options: argparse.Namespace) -> Options:
-    # More workers than cores are useful, because some wait for the disk while others compute. Each one needs memory.
+    # More workers than cores help, because some wait for the disk while others compute. Each needs memory.
     workers = options.workers or (1 if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 4)
     return Options(workers=workers, force=options.force, resume=options.resume, dry_run=options.dry_run)

@@ -1,6 +1,6 @@
 """Converts Hugging Face to Megatron: FileSystemWriter writes a `torch_dist` checkpoint from a lazy plan.
 
-No model is built, and there is no state dict: tensors are read from Hugging Face files when the writer asks for them.
+There is neither a model nor a state dict: tensors are read from Hugging Face files when the writer needs them.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from megarl.models.hf.model_files import COMMON_FILE, FORMAT_FILE, HF_FILES, REL
 class LazySavePlanner(DefaultSavePlanner):
     """Plans the units of one checkpoint as if each were a rank; `resolve_data` builds one item's tensor.
 
-    The tensor is a view of the memory-mapped source where its rows are contiguous there, and a copy where they are
-    interleaved (QKV) or converted to another dtype.
+    It is a view of the memory-mapped source if its rows are contiguous there, and a copy if they are interleaved (QKV)
+    or converted to another dtype.
     """
 
     def __init__(self, source: HFDirectory, units: list[list[Item[StoredTensor]]], dtypes: dict[str, torch.dtype]):
         super().__init__()
         self._source, self._units, self._dtypes = source, units, dtypes
-        self.report: ReportBytes = lambda count: None  # is called with the bytes of each item that the writer asks for
-        self.last = ""  # the key that the writer asked for last
+        self.report: ReportBytes = lambda count: None  # called with the bytes of each requested item
+        self.last = ""  # the key that the writer requested last
         self._items = {(item.what.key, item.start): item for unit in units for item in unit}
 
     def plans(self) -> tuple[list[SavePlan], Metadata]:
-        """Return one plan per unit, and the metadata of all their items, as torch's default planner makes them."""
+        """Return one plan per unit, and the metadata of all items, from torch's default planner."""
         return create_default_global_save_plan([SavePlan([self._write_item(i) for i in unit]) for unit in self._units])
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
@@ -67,7 +67,7 @@ class LazySavePlanner(DefaultSavePlanner):
 
 
 def stored_rows(source: HFDirectory, stored: StoredTensor, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return rows [start, stop) along axis 0 of a stored tensor, in dtype `dtype`, from the Hugging Face files.
+    """Return rows [start, stop) along axis 0 of a stored tensor, in `dtype`, from the Hugging Face files.
 
     Raises ValueError for a rule that joins several tensors along axis 1.
     """
@@ -104,7 +104,7 @@ class UnitFile(TypedDict):
 
 
 class HFToMegatron:
-    """The conversion of one Hugging Face directory; with `dtype` None tensors keep theirs. Buffers become fp32."""
+    """The conversion of one Hugging Face directory; `dtype=None` keeps dtypes. Buffers become fp32."""
 
     kind = "import"
 
@@ -123,13 +123,13 @@ class HFToMegatron:
         )
         self.sizes = [sum(item.nbytes for item in unit) for unit in self.units]
         self.tensors = len(source.names())
-        # Made here, before the workers are forked; otherwise every worker would make it again.
+        # Made before the workers are forked; otherwise each of them would make it.
         self._planner = LazySavePlanner(source, self.units, self._dtypes)
         plans, self._metadata = self._planner.plans()
         self._plans: list[SavePlan] = _Writer(source.path).prepare_global_plan(plans)
 
     def plan(self) -> dict[str, object]:
-        """Return, in JSON, what a resumed conversion must have in common with the interrupted one."""
+        """Return, as JSON, what a resumed conversion must have in common with the interrupted one."""
         return {
             "kind": self.kind,
             "source": str(self.source.path.absolute()),
@@ -144,7 +144,7 @@ class HFToMegatron:
         (partial / RELEASE).mkdir(exist_ok=True)
 
     def write_unit(self, partial: Path, number: int, report: ReportBytes) -> UnitFile:
-        """Write and fsync one `.distcp` file; return where each item is in it, and the file's digest."""
+        """Write and fsync one `.distcp` file; return the places of its items, and its digest."""
         unit = self.units[number]
         for item in unit:
             self._will_need(item)
@@ -182,7 +182,7 @@ class HFToMegatron:
         write_durably(partial / TRACKER, f"{RELEASE}\n".encode())
 
     def summary(self) -> str:
-        """Return the number of keys and shards, in words, and what was left out."""
+        """Return the number of keys and shards as text, and what was left out."""
         note = left_out_note(self.source.left_out, self.source.info)
         return f"{len(self.stored)} keys in {len(self.units)} shards{note and f' ({note})'}"
 
@@ -212,7 +212,7 @@ class _Writer(FileSystemWriter):
     def __init__(self, step: Path) -> None:
         super().__init__(step, single_file_per_rank=True, sync_files=True, thread_count=1)
         self.set_up_storage_writer(True)
-        # torch.load ignores the CRCs, which take longer than all the rest; the manifest has a digest of each file.
+        # torch.load ignores CRCs, which take longer than everything else; the manifest has digests.
         torch.serialization.set_crc32_options(False)
 
 

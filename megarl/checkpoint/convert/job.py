@@ -1,4 +1,4 @@
-"""Runs a conversion from its plan to its summary: checks, disk space, units over workers and ranks, commit."""
+"""Runs a conversion from plan to summary: checks, disk space, units over workers and ranks, commit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from megarl.common.errors import ConversionError
 from megarl.common.values import MIB
 from megarl.telemetry.metrics.progress import duration
 
-# The progress of a conversion in bytes: one live line on a terminal, elsewhere a plain line every 10 s.
-
-_LIVE_S, _PLAIN_S = 0.2, 10.0  # seconds between two lines
+_LIVE_S, _PLAIN_S = 0.2, 10.0  # between updates of the live line on a terminal, and of plain lines elsewhere
 
 
 def size(count: float) -> str:
@@ -33,7 +31,7 @@ def size(count: float) -> str:
 
 
 class ByteProgress:
-    """Writes how many bytes of `total` are done, with speed and remaining time; `start` bytes were done before."""
+    """Reports how many bytes of `total` are done, with speed and remaining time; `start` bytes were done before."""
 
     def __init__(self, stream: TextIO, title: str, total: int, start: int = 0) -> None:
         self._stream, self._title, self._total = stream, title, total
@@ -68,23 +66,23 @@ R = TypeVar("R")  # the result of a unit, a JSON value
 
 
 class Job(Protocol[R]):
-    """The part that differs between import and export: the units of a conversion, and how each is written."""
+    """What differs between import and export: the units of a conversion, and how they are written."""
 
     kind: str
     tensors: int
     sizes: list[int]  # bytes of each unit
 
     def plan(self) -> dict[str, object]:
-        """Return, in JSON, what a resumed conversion must have in common with the interrupted one."""
+        """Return, as JSON, what a resumed conversion must have in common with the interrupted one."""
 
     def prepare(self, partial: Path) -> None:
-        """Make the directories that the units are written to, below the partial result."""
+        """Create the directories for the units, below the partial result."""
 
     def write_unit(self, partial: Path, number: int, report: ReportBytes) -> R:
-        """Write and fsync one unit, and return what `finish` needs of it. Raises ConversionError if the disk fails."""
+        """Write and fsync one unit; return what `finish` needs of it. Raises ConversionError if the disk fails."""
 
     def finish(self, partial: Path, results: dict[int, R]) -> None:
-        """Write everything but the units, from their results by number. The conversion is complete after it."""
+        """Write everything but the units, from their results by number, which completes the conversion."""
 
     def summary(self) -> str:
         """Return one sentence about what was written, and what was left out."""
@@ -101,7 +99,7 @@ class Options:
 
 
 def convert(make: Callable[[Ranks], Job[R]], source: Path, out: Path, options: Options, stream: TextIO) -> None:
-    """Make the job and run it. Raises ConversionError or ValueError with one message for whatever prevents it."""
+    """Make the job and run it. Raises ConversionError or ValueError with one message for any failure."""
     output = Output(out)
     output.refuse_overlap(source)
     try:
@@ -145,8 +143,8 @@ def _convert(make: Callable[[Ranks], Job[R]], output: Output, options: Options, 
 def _no_collections() -> Iterator[None]:
     """Suspend garbage collection, and exclude all objects that exist at the end from later collections.
 
-    Plans and indices consist of several hundred thousand small objects that live until the end. Collections took two
-    thirds of the time of making them (18,867 tensors: 1.4 of 2.1 s), and later ones make each worker copy their pages.
+    Plans and indices are several hundred thousand small objects that live until the end. Collections would take two
+    thirds of the time of making them (18,867 tensors: 1.4 of 2.1 s), and later make each worker copy their pages.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -203,14 +201,14 @@ def _finish(job: Job[R], output: Output) -> None:
 
 
 def needed_bytes(job: Job[R]) -> int:
-    """Return the disk space that the whole output needs, in bytes."""
+    """Return the bytes of disk space that the whole output needs."""
     return sum(job.sizes) + RESERVE
 
 
 def _check_target(job: Job[R], output: Output) -> None:
-    """Check that the output can be created and that the disk has room for it, before anything is written.
+    """Check that the output can be created and fits on the disk, before anything is written.
 
-    Bytes that an unfinished conversion has written count as free. Raises ConversionError.
+    Bytes of an unfinished conversion count as free. Raises ConversionError.
     """
     parent = next(path for path in output.out.parents if path.exists())
     if not parent.is_dir():

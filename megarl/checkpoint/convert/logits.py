@@ -1,9 +1,7 @@
-"""Compares the log-probs of two models on the same texts.
+"""Compares the log-probs of two models on the same texts, to find mistakes that both conversions share.
 
-This finds a mistake that both directions of the converter share, which a round trip would not show.
-
-A Hugging Face directory is run with `transformers`, a Megatron checkpoint with Megatron-Core, each in fp32 on one
-device. Shapes: T tokens of a text, V vocabulary rows.
+A Hugging Face directory runs with `transformers`, a Megatron checkpoint with Megatron-Core, each in fp32 on one device.
+Shapes: T tokens of a text, V vocabulary rows, P patches of an image, C values per patch.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from megarl.queue.images import ImageRef, positions
 
 @dataclass(frozen=True)
 class Agreement:
-    """The largest |Δ log-prob| over all tokens and the whole vocabulary, and the tokens with the same top-1 token."""
+    """The largest |Δ log-prob| over all tokens and the vocabulary, and the number of tokens with equal top-1."""
 
     max_delta: float
     same_top: int
@@ -46,11 +44,11 @@ class Agreement:
 
 
 def agreement(one: Path, other: Path, texts: Sequence[str]) -> Agreement:
-    """Run both models on the texts, tokenized by the first model's tokenizer, and compare their log-probs.
+    """Run both models on the texts, with the first model's tokenizer, and compare their log-probs.
 
-    Raises ValueError if a text gives no tokens, or the vocabularies differ in size.
+    Raises ValueError if a text has no tokens or the vocabularies differ in size.
     """
-    # Transformer Engine multiplies fp32 as TF32, with errors near 1e-3. cuBLAS reads this when it is loaded.
+    # Transformer Engine multiplies fp32 as TF32, with errors near 1e-3. cuBLAS reads this on loading.
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     sizes = [load_info(path).vocab_size for path in (one, other)]
     if sizes[0] != sizes[1]:
@@ -74,7 +72,7 @@ def compare_logprobs(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor])
 
 
 def logprobs(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Return the log-probs [T, V] of each text (token ids), fp32 on the CPU; of a model that sees also of a picture."""
+    """Return the log-probs [T, V] of each text (token ids), fp32 on the CPU; vision models also get a picture."""
     with torch.inference_mode():
         return _by_transformers(path, ids) if megatron_step(path) is None else _by_megatron(path, ids)
 
@@ -106,7 +104,7 @@ SHOWN = ImageRef("picture", 1, 2, 2)  # between a token of text and two others
 
 
 def _picture(info: ModelInfo, tower: VisionTower) -> dict[str, torch.Tensor]:
-    """Return what transformers takes for a picture of random pixels with text around it."""
+    """Return the inputs of transformers for a picture of random pixels with text around it."""
     patches_PC = _pixels(tower)
     mean, std = (torch.tensor(each)[:, None] for each in (tower.mean, tower.std))
     pixels = (patches_PC.view(len(patches_PC), tower.channels, -1) / 255 - mean) / std
@@ -120,7 +118,7 @@ def _picture(info: ModelInfo, tower: VisionTower) -> dict[str, torch.Tensor]:
 
 
 def _pixels(tower: VisionTower) -> torch.Tensor:
-    """Return the patches of SHOWN, uint8, the same ones in every process."""
+    """Return the patches of SHOWN, uint8 [P, C], equal in every process."""
     shape = (SHOWN.tokens * tower.merge**2, tower.patch_size)
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 
@@ -166,7 +164,7 @@ def _by_megatron(path: Path, ids: Sequence[Sequence[int]]) -> list[torch.Tensor]
 
 
 def _packed_picture(tower: VisionTower, device: torch.device) -> tuple[list[int], dict[str, Any]]:
-    """Return the token ids of SHOWN and the text around it, and the other inputs of Megatron's model."""
+    """Return the token ids of SHOWN with text around it, and the other inputs of Megatron's model."""
     from megarl.models.megatron.vision_model import ImageBatch
 
     grid = torch.tensor([[1, SHOWN.height * tower.merge, SHOWN.width * tower.merge]])

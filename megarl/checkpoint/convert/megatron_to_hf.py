@@ -1,4 +1,4 @@
-"""Converts Megatron to Hugging Face: writes the tensors that `HFExporter` would export, directly from the shards."""
+"""Converts Megatron to Hugging Face: writes what `HFExporter` would export, directly from the shards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class MegatronToHF:
-    """The conversion of one step directory; with `dtype` None tensors keep theirs, as buffers always do."""
+    """The conversion of one step directory; `dtype=None` keeps dtypes. Buffers always keep theirs."""
 
     kind = "export"
 
@@ -60,19 +60,19 @@ class MegatronToHF:
         self.tensors = len(specs)
 
     def plan(self) -> dict[str, object]:
-        """Return, in JSON, what a resumed conversion must have in common with the interrupted one."""
+        """Return, as JSON, what a resumed conversion must have in common with the interrupted one."""
         return {
             "kind": self.kind,
             "source": str(self.source.step.absolute()),
             "files": fingerprint([*self.source.files(), self.source.step / HF_FILES / "config.json"]),
             "dtype": str(self.dtype),
             "units": len(self.units),
-            # With digests of the headers: another --shard-gb may give as many files, but with other tensors in them.
+            # Digests of the headers: another --shard-gb may give as many files with other tensors.
             "outputs": {name: blake3(self._headers[name]).hexdigest() for name, _ in self.files},
         }
 
     def prepare(self, partial: Path) -> None:
-        """Create every file in its full size, with its header; the tensors' bytes are holes."""
+        """Create every file at full size with its header; the tensors' bytes are holes."""
         for name, tensors in self.files:
             size = len(self._headers[name]) + sum(spec.nbytes for spec in tensors)
             with writing(partial / name):
@@ -85,7 +85,7 @@ class MegatronToHF:
                     os.close(descriptor)
 
     def write_unit(self, partial: Path, number: int, report: ReportBytes) -> None:
-        """Write neighbouring tensors, or rows of one, into their places; they are on the disk when it returns."""
+        """Write neighbouring tensors, or rows of one, into their places, and sync them to the disk."""
         unit = self.units[number]
         for item in unit:
             if item.what not in self._fused:
@@ -115,7 +115,7 @@ class MegatronToHF:
             fsync(path)
 
     def summary(self) -> str:
-        """Return the number of tensors and files, in words."""
+        """Return the number of tensors and files as text."""
         return f"{self.tensors} tensors in {len(self.files)} files"
 
     def _rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -134,7 +134,7 @@ class MegatronToHF:
 
 
 def _write_at(descriptor: int, data: ReadableBuffer, position: int) -> None:
-    """Write all of `data`; one call of `pwrite` may write only a part."""
+    """Write all of `data`; one `pwrite` may write only a part."""
     left = memoryview(data)
     while left:
         count = os.pwrite(descriptor, left, position)

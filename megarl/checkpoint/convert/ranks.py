@@ -1,7 +1,7 @@
 """The ranks of `torchrun convert.py ...`: how they share the units, and where they wait for each other.
 
-They communicate through torchrun's own key-value store; no process group is needed. At the end of each stage every rank
-knows the outcome of all, so that the failure of one ends all of them with its message.
+They communicate through torchrun's key-value store, without a process group. After each stage every rank knows the
+outcome of all, so one failure ends all of them with its message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class PeerError(ConversionError):
-    """Another rank failed; the message contains its own."""
+    """Another rank failed; the message contains that rank's message."""
 
 
 class Ranks:
@@ -33,7 +33,7 @@ class Ranks:
         self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._store: Store | None = None
         self._stage = 0
-        # All attempts of `--max-restarts` use the same store, so each one has keys of its own.
+        # All attempts of `--max-restarts` use the same store, so each one needs different keys.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._prefix = f"convert/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}"
         if self.size > 1:
@@ -42,16 +42,16 @@ class Ranks:
             self._store, self.rank, self.size = next(rendezvous("env://", timeout=timedelta(minutes=10)))
 
     def share(self, numbers: Sequence[int]) -> list[int]:
-        """Return this rank's part of the units."""
+        """Return this rank's units."""
         return [number for number in numbers if number % self.size == self.rank]
 
     def stage(self, name: str, work: Callable[[], T]) -> T:
-        """Do `work`, then wait for all ranks. Raises what `work` raised, or PeerError naming the rank that failed."""
+        """Do `work`, then wait for all ranks. Raises what `work` raised, or PeerError naming a failed rank."""
         return self._run(name, work)[0]
 
     def first(self, name: str, work: Callable[[], T]) -> T:
         """Do `work` on rank 0 alone, then wait for all ranks; return its result, a JSON value, on every rank."""
-        answer: T = self._run(name, work if self.rank == 0 else _nothing, share=True)[1]
+        answer: T = self._run(name, work if self.rank == 0 else lambda: None, share=True)[1]
         return answer
 
     def _run(self, name: str, work: Callable[[], T], *, share: bool = False) -> tuple[T, JsonValue]:
@@ -80,14 +80,10 @@ class Ranks:
                 store.wait([key], STAGE_TIMEOUT)
             except Exception as error:
                 raise ConversionError(
-                    f"rank {self.rank} waited for rank {rank} at the end of stage {name!r} without success: {error}"
+                    f"rank {self.rank} waited for rank {rank} at the end of stage {name!r} in vain: {error}"
                 ) from error
             problem, theirs = json.loads(store.get(key))
             if problem is not None and failure is None:
                 raise PeerError(f"rank {rank} failed: {problem}")
             firsts = theirs if rank == 0 else firsts
         return firsts
-
-
-def _nothing() -> None:
-    return None

@@ -1,8 +1,7 @@
-"""An output directory that appears by one rename when it is complete, and can be resumed until then.
+"""An output directory that one rename publishes when it is complete, and that can be resumed until then.
 
 Next to OUT, `.OUT.converting/` holds `output/` (which becomes OUT), `plan.json` (which describes the conversion) and a
-file per finished unit. A conversion that is killed before the rename can be resumed; after the rename, a resume only
-removes the leftovers.
+file per finished unit. A conversion killed before the rename can be resumed; after it, a resume only removes leftovers.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ from typing import IO, Any
 from megarl.checkpoint.format.manifest import fsync, write_durably
 from megarl.common.errors import ConversionError
 
-# Converts errors of the operating system into a `ConversionError` that names the file and the remedy.
-
 
 def from_os_error(error: OSError, doing: str) -> ConversionError:
-    """Return the ConversionError for `error` (a full disk, a missing permission, …), which occurred while `doing`."""
+    """Return a ConversionError with file and remedy for `error` (a full disk, a missing permission, …)."""
     file = error.filename2 or error.filename  # of two files, the second is written
     where = f"{doing}: {file}" if file and str(file) not in doing else doing
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -36,7 +33,7 @@ def from_os_error(error: OSError, doing: str) -> ConversionError:
 
 @contextmanager
 def writing(path: Path, tensor: Callable[[], str] = str) -> Iterator[None]:
-    """Convert an OSError inside into a ConversionError that names `path` and, if there is one, the current tensor."""
+    """Convert OSErrors inside to ConversionErrors naming `path` and the current tensor, if any."""
     try:
         yield
     except OSError as error:
@@ -48,7 +45,7 @@ _PLAN, _LOCK = "plan.json", "lock"
 
 
 class Output:
-    """The output `out` and its work directory. One process and its forked workers may use them at a time (`lock`)."""
+    """The output `out` and its work directory, used by one process and its forked workers at a time (`lock`)."""
 
     def __init__(self, out: Path) -> None:
         self.out = out.absolute()
@@ -58,12 +55,9 @@ class Output:
         self._force = False
 
     def refuse_overlap(self, source: Path) -> None:
-        """Raise ConversionError if OUT is, contains or lies in the source.
-
-        Replacing OUT would then delete files of the source.
-        """
+        """Raise ConversionError if OUT is, contains or lies in the source: replacing OUT would delete source files."""
         root, out, work = source.resolve(), self.out.resolve(), self.work.resolve()
-        # The entries too, because links in the source may point to files elsewhere.
+        # Also its entries, because links in the source may point elsewhere.
         inputs = [root, *(path.resolve() for path in (root.iterdir() if root.is_dir() else ()))]
         if root in out.parents or any(place in (path, *path.parents) for place in (out, work) for path in inputs):
             raise ConversionError(
@@ -72,9 +66,8 @@ class Output:
             )
 
     def refuse_existing(self, *, force: bool, resume: bool) -> None:
-        """Raise ConversionError if OUT or an unfinished conversion exists, and no option says how to treat it.
-
-        Also raised if `resume` is true and there is no unfinished conversion.
+        """Raise ConversionError if OUT or an unfinished conversion exists and no option covers it, or if `resume` has
+        nothing to resume.
         """
         if self._occupied() and not force and not (resume and self.work.exists()):
             raise ConversionError(f"{self.out} exists already; choose another directory, or overwrite it with --force")
@@ -103,7 +96,7 @@ class Output:
             self._lock = None
 
     def begin(self, plan: dict[str, object], *, force: bool = False) -> None:
-        """Start again and remove all unfinished work. `force`: OUT may be replaced, also by a resumed conversion."""
+        """Start again and remove all unfinished work. `force`: OUT may be replaced, even after a resume."""
         # Removed first, because a plan without its output means that the conversion is complete.
         (self.work / _PLAN).unlink(missing_ok=True)
         self._clear()
@@ -112,7 +105,7 @@ class Output:
         write_durably(self.work / _PLAN, json.dumps({"force": force, "plan": plan}).encode())
 
     def resume(self, plan: dict[str, object]) -> bool:
-        """Check that the unfinished work has the same plan. Returns False if only leftovers have to be removed.
+        """Check that the unfinished work has the same plan. Returns False if only leftovers must be removed.
 
         Raises ConversionError if the plan differs, or OUT has appeared and may not be replaced.
         """
@@ -137,7 +130,7 @@ class Output:
         """Return the results of the finished units, JSON values, by number."""
         found = {}
         for path in self.work.glob("unit-*.json"):
-            # A file truncated by a crash of the machine means an unfinished unit.
+            # A file truncated by a machine crash means an unfinished unit.
             with contextlib.suppress(ValueError):
                 found[int(path.stem.removeprefix("unit-"))] = json.loads(path.read_text())
         return found
@@ -147,7 +140,7 @@ class Output:
         write_durably(self.work / f"unit-{number}.json", json.dumps(result).encode())
 
     def commit(self) -> None:
-        """Rename the output to OUT and delete an old OUT. Raises ConversionError if that may not be replaced."""
+        """Rename the output to OUT and delete an old OUT. Raises ConversionError if OUT may not be replaced."""
         for directory, _, _ in os.walk(self.partial):
             fsync(Path(directory))
         self._refuse_replacing()
@@ -168,8 +161,8 @@ class Output:
     def _refuse_replacing(self) -> None:
         """Raise ConversionError if OUT exists and may not be replaced.
 
-        With --force, the content of OUT at the start of the conversion is replaced, once. Later files were written by
-        another program and are kept.
+        --force replaces, once, what OUT contained when the conversion began. Another program wrote later files; they
+        are kept.
         """
         if self._occupied() and (not self._force or self._old.exists()):
             raise ConversionError(
@@ -178,7 +171,7 @@ class Output:
             )
 
     def clean(self) -> None:
-        """Remove the work directory; if the process is killed meanwhile, a resume removes the rest."""
+        """Remove the work directory. A resume completes an interrupted removal."""
         self._clear()
         # The plan marks a complete conversion; the rename removes it. A kill after the rename leaves two small files.
         done = self.work.with_name(f".{self.out.name}.converted")

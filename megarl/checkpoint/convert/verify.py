@@ -1,4 +1,4 @@
-"""Compares two model directories tensor by tensor, and describes the content of one in a table."""
+"""Compares two model directories tensor by tensor, and describes one in a table."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def _format(model: HFDirectory | MegatronDirectory) -> str:
 
 
 def content_metadata_of(step: Path) -> dict[str, object]:
-    """Return the content metadata in `common.pt`, {} if there is none. Raises ValueError if it is not plain data."""
+    """Return the content metadata in `common.pt`, {} if it has none. Raises ValueError if it is not plain data."""
     path = inside(step, COMMON_FILE)
     try:
         common = load_plain(path)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
-    except ValueError as error:  # a trainer's common state may hold other objects, whose code must not run here
+    except ValueError as error:  # other objects, whose code must not run here
         raise ValueError(f"{path} cannot be read as plain data: {error}") from error
     found: dict[str, object] = common.get("content_metadata") or {}
     return found
@@ -81,8 +81,7 @@ def _tensors(model: HFDirectory | MegatronDirectory) -> str:
 
 @dataclass
 class Comparison:
-    """The outcome by Hugging Face names. Bitwise equal tensors and buffers of equal values are counted, all others
-    listed.
+    """The outcome by Hugging Face name. Bitwise equal tensors and buffers of equal values are counted, others listed.
 
     `missing`: only in the first model; `unexpected`: only in the second.
     """
@@ -96,11 +95,11 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """True if all tensors of both models are equal, parts that were left out aside."""
+        """True if all compared tensors are equal."""
         return not (self.differing or self.mismatched or self.missing or self.unexpected)
 
     def render(self) -> str:
-        """Return one line of counts, then lines with the tensors that differ."""
+        """Return one line of counts, then a line per difference."""
         lines = [
             f"{self.equal:,} equal, {len(self.differing):,} differing, {len(self.mismatched):,} of another shape or "
             f"dtype, {len(self.missing):,} missing, {len(self.unexpected):,} unexpected"
@@ -113,11 +112,11 @@ class Comparison:
 
 
 def compare(one: HFTensors, other: HFTensors, report: Callable[[int], None] = lambda count: None) -> Comparison:
-    """Compare every tensor of both models, in blocks of rows. `report` is called with the bytes of each block."""
+    """Compare all tensors of both models, in blocks of rows. `report` is called with the bytes of each block."""
     names, own, others = one.names(), set(one.names()), set(other.names())
     result = Comparison(missing=[name for name in names if name not in others])
     result.unexpected = [name for name in other.names() if name not in own]
-    # A checkpoint stores them in fp32, whatever dtype the files have, so only their values are compared.
+    # Checkpoints store these in fp32, whatever dtype the files have, so only their values are compared.
     wide = {name for entry in one.entries.values() if entry.rule.stays_fp32 for name in entry.names}
     for model in (one, other):
         if isinstance(model, HFDirectory) and model.left_out:
@@ -140,9 +139,8 @@ def compare(one: HFTensors, other: HFTensors, report: Callable[[int], None] = la
 
 
 def _deltas(one: HFTensors, other: HFTensors, name: str, report: Callable[[int], None]) -> Iterator[float]:
-    """Yield max |Δ| of each block of rows; it is 0 only for equal bits.
-
-    It is NaN for blocks of equal values whose bits differ (NaN payloads, signs of zero).
+    """Yield max |Δ| of each block of rows: 0 only for equal bits, NaN for equal values with different bits (NaN
+    payloads, signs of zero).
     """
     for item in split(name, one.shape(name), one.dtype(name)):
         a, b = (model.rows(name, item.start, item.stop) for model in (one, other))

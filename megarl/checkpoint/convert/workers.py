@@ -1,7 +1,7 @@
 """Runs units of work in forked processes, which take one unit at a time and report the bytes done.
 
-Workers are forked once, from a process without threads, and are killed when it ends (PR_SET_PDEATHSIG). With one worker
-the units run in the calling process.
+Workers are forked once, from a process without threads, and are killed when it ends (PR_SET_PDEATHSIG). One worker runs
+in the calling process.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from megarl.common.values import MIB
 
 T = TypeVar("T")
 
-ReportBytes = Callable[[int], None]  # is called with the bytes done since the last call
+ReportBytes = Callable[[int], None]  # called with the bytes done since the last call
 Work = Callable[[int, ReportBytes], None]  # does the unit with this number
 Reports = SimpleQueue[tuple[int, int]]  # a worker's current unit, and the bytes since its last report
 _SILENCE_S = 3600.0
-_LOOK_S = 0.1  # between two looks at the reports
-_MAPPED_BYTES = 4 * MIB  # of a block; smaller ones come from a heap, which is faster
+_LOOK_S = 0.1  # between two checks of the reports
+_MAPPED_BYTES = 4 * MIB  # smaller blocks come from a heap, which is faster
 
 
 def run_units(units: Sequence[int], work: Work, workers: int, report: ReportBytes) -> None:
     """Do every unit once; the first failure ends all workers.
 
-    Raises what a unit raises, and ConversionError for an OSError, if a worker dies, or reports nothing for an hour.
+    Raises what a unit raises, and ConversionError for an OSError, or if a worker dies or reports nothing for an hour.
     """
-    # On a heap the places of freed copies of tensors would stay below small objects that live on, more with each size.
+    # On a heap, small long-lived objects above freed copies of tensors would keep their memory from being returned.
     map_large_blocks(_MAPPED_BYTES)
     if workers <= 1 or len(units) <= 1:
         for number in units:
@@ -57,15 +57,15 @@ def run_units(units: Sequence[int], work: Work, workers: int, report: ReportByte
         for process in killed:
             process.kill()
         for process in killed:
-            process.join(10)  # until then it holds the lock of the output
+            process.join(10)  # until then it holds the output's lock
         pool.shutdown(wait=False, cancel_futures=True)
         raise
     pool.shutdown()
 
 
 def _await(units: dict[Future[None], int], reports: Reports, report: ReportBytes) -> None:
-    """Wait for all units, and pass the bytes on that workers report."""
-    heard: dict[int, float] = {}  # of the units that are being done: when their worker last reported
+    """Wait for all units, and forward the workers' reports of bytes."""
+    heard: dict[int, float] = {}  # for each unit in progress, when its worker last reported
     while units:
         done = wait(units, _LOOK_S, FIRST_COMPLETED).done
         now = time.monotonic()
@@ -97,7 +97,7 @@ def _do(work: Work, number: int, report: ReportBytes) -> None:
 
 
 class _Here:
-    """What a worker process does, and where it reports."""
+    """A worker process's work, and where it reports."""
 
     work: Work
     reports: Reports
@@ -116,7 +116,7 @@ def _do_here(number: int) -> None:
     _do(_Here.work, number, lambda count: _Here.reports.put((number, count)))
 
 
-# Splits a conversion into items of bounded size, and packs these into units, each written and resumed as a whole.
+# Items of bounded size are packed into units, each written and resumed as a whole.
 
 ITEM_BYTES = 128 * MIB  # largest size of an item; limits the memory of a worker
 UNIT_BYTES = (32 * MIB, 1024 * MIB)  # smallest and largest size of a unit
@@ -125,7 +125,7 @@ UNITS = 48  # number of units, if their size is within these limits
 
 @dataclass(frozen=True)
 class Item(Generic[T]):
-    """Rows [start, stop) of the tensor `what`; they are `nbytes` bytes of output."""
+    """Rows [start, stop) of the tensor `what`: `nbytes` bytes of output."""
 
     what: T
     start: int
@@ -148,7 +148,7 @@ def pack(
 ) -> list[list[Item[T]]]:
     """Pack items, in order, into units of at most `limit` bytes (or one larger item).
 
-    An item whose `apart` value differs from that of the item before it begins another unit.
+    An item whose `apart` value differs from the previous item's begins another unit.
     """
     units: list[list[Item[T]]] = []
     size, last = 0, object()
@@ -162,6 +162,6 @@ def pack(
 
 
 def unit_bytes(total: int) -> int:
-    """Return the size of a unit for `total` bytes. It depends on nothing else: any number of workers can resume."""
+    """Return the size of a unit for `total` bytes. It depends on nothing else, so any number of workers can resume."""
     low, high = UNIT_BYTES
     return min(max(total // UNITS, low), high)

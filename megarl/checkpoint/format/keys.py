@@ -1,10 +1,10 @@
-"""The keys of a checkpoint and the Megatron parameter that each holds, computed from a family's mapping table alone.
+"""The keys of a checkpoint and the Megatron parameter that each holds, computed only from a family's mapping table.
 
-The keys are those that a Transformer Engine model writes under Megatron-Core's `singleton_local_shards`: one per layer
-and per expert; the norm before a column-parallel layer is fused into that layer's name; gate and up are separate, and
-so are the sections of a Gated DeltaNet's projection. They do not depend on the layout or the layer spec, so local,
-Transformer Engine, sequential and grouped models share one checkpoint. A key's tensor is the whole Megatron parameter,
-with the vocabulary unpadded or padded (rows beyond the vocabulary have no meaning).
+The keys are those of a Transformer Engine model under Megatron-Core's `singleton_local_shards`: one per layer and per
+expert; a norm before a column-parallel layer is fused into that layer's name; gate and up are separate, and so are the
+sections of a Gated DeltaNet's projection. They do not depend on layout or layer spec, so local, Transformer Engine,
+sequential and grouped models share one checkpoint. A key's tensor is the whole Megatron parameter, with the vocabulary
+unpadded or padded (rows beyond the vocabulary have no meaning).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SCHEME_VERSION = 1
 
 
 def content_metadata() -> dict[str, Any]:
-    """Return the metadata for `dist_checkpointing.save(content_metadata=)` and `sharded_state_dict(metadata=)`.
+    """Return the metadata that every `dist_checkpointing.save` and `sharded_state_dict` must get.
 
-    Every such call must get it. It is a fresh dict each time, because Megatron-Core adds process groups to the one it
-    gets. The optimizer's entries let any TP, PP, VPP, DP and EP load the distributed optimizer of any other.
+    A fresh dict each time, because Megatron-Core adds process groups to it. The optimizer's entries let any TP, PP,
+    VPP, DP and EP load the distributed optimizer of any other.
     """
     return {
         "singleton_local_shards": True,
@@ -40,7 +40,7 @@ def content_metadata() -> dict[str, Any]:
 class StoredTensor:
     """A key of a checkpoint, which holds the full (one-rank) Megatron parameter `entry`, or a section of its rows.
 
-    `start`: the section's first row; `suffix`: the ending of its key.
+    `start`: the section's first row; `suffix`: of its key.
     """
 
     key: str
@@ -64,15 +64,15 @@ def stored_tensors(entries: dict[str, Entry]) -> dict[str, list[StoredTensor]]:
 
 
 def is_model_key(key: str) -> bool:
-    """Whether a key belongs to the model's weights (not to optimizer, RNG or Transformer Engine's extra state)."""
+    """Return whether a key is one of the model's weights (not optimizer, RNG or Transformer Engine's extra state)."""
     return key.startswith(("decoder.", "embedding.", "output_layer.", "visual.")) and "_extra_state" not in key
 
 
 def resolve(found: Collection[str], wanted: Sequence[StoredTensor]) -> dict[str, str]:
-    """Return the checkpoint's own key for each wanted key that it stores under another of Megatron-Core's names.
+    """Return the checkpoint's key for each wanted key that it stores under another of Megatron-Core's names.
 
-    Megatron-Core's local layer spec fuses the norm before a mixture of experts, which Transformer Engine does not, and
-    keeps separate the norms of multi-latent attention, which Transformer Engine fuses.
+    Unlike Transformer Engine, Megatron-Core's local layer spec fuses the norm before a mixture of experts, and does not
+    fuse the norms of multi-latent attention.
     """
     renamed = {}
     for stored in wanted:
@@ -92,9 +92,9 @@ def _other_names(name: str) -> list[str]:
 
 
 def problems_of(found: Mapping[str, tuple[int, ...]], wanted: Sequence[StoredTensor]) -> list[str]:
-    """Return lines on how a checkpoint's model keys and shapes differ from the model's; [] if they do not.
+    """Return lines that describe how a checkpoint's model keys and shapes differ from the model's; [] if equal.
 
-    Vocabulary rows beyond the model's are padding, not a difference.
+    Additional vocabulary rows are padding, not a difference.
     """
     wrong = []
     for stored in wanted:

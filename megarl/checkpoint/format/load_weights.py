@@ -1,4 +1,4 @@
-"""Loads weights into chunks of any layout: of a Hugging Face directory, or of a Megatron checkpoint."""
+"""Loads weights from a Hugging Face directory or a Megatron checkpoint into chunks of any layout."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from megarl.models.hf.directory import HFDirectory, left_out_note
 from megarl.models.hf.model_files import megatron_step
 from megarl.models.megatron.shards import local_shards
 
-# The check of a run's weight files before anything starts: from their headers, no tensor is read.
-
 
 def weight_problems(loaded: Mapping[str, Path], info: ModelInfo) -> Iterator[str]:
-    """Yield the problems of the weights that the trainer loads, as `config key: problem`.
+    """Yield the problems of the weights that the trainer will load, as `config key: problem`. Reads only headers.
 
     The files must be complete, and hold exactly the tensors of the family with the shapes that config.json implies.
     """
@@ -39,9 +37,9 @@ logger = logging.getLogger(__name__)
 def load_weights(chunks: Sequence[torch.nn.Module], info: ModelInfo, path: Path | str) -> int:
     """Fill this rank's chunks (wrapped or bare) from a Hugging Face directory or a Megatron checkpoint.
 
-    Each rank reads only the slices of its own shards, and returns how many bytes. Values are converted to each
-    parameter's dtype. Every Megatron parameter and buffer is written exactly once. Call it before the optimizer copies
-    its master weights. Raises ValueError listing missing, unexpected and misshapen tensors, before anything is written.
+    Each rank reads only the slices of its shards, and returns how many bytes. Values are converted to each parameter's
+    dtype; every Megatron parameter and buffer is written exactly once. Call it before the optimizer copies its master
+    weights. Raises ValueError listing missing, unexpected and misshapen tensors, before anything is written.
     """
     files = HFDirectory(path, info) if megatron_step(path) is None else MegatronDirectory(path, info)
     shards = local_shards(chunks, info, files.entries)

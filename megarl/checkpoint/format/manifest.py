@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: every file with its size and digest. It is written last and completes the checkpoint.
 
-Digests are BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), several times as fast as SHA-2 on a processor without
-instructions for the latter.
+Digests are BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), several times faster than SHA-2 on a processor without
+SHA instructions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megarl.models.hf.model_files import step_name
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-_CHUNK = 2**18  # bytes; few enough to stay in the cache of the core that reads them
-_CHECKERS = 4  # files that are read at the same time
+_CHUNK = 2**18  # bytes; fits into a core's cache
+_CHECKERS = 4  # files read at the same time
 
 
 class DamagedCheckpointError(ValueError):
@@ -39,9 +39,9 @@ class FileEntry:
 
     @classmethod
     def of(cls, path: Path) -> FileEntry:
-        """Return the entry of `path`, which is read once. Raises OSError if it cannot be read."""
+        """Read `path` once and return its entry. Raises OSError if it cannot be read."""
         hasher, size = blake3(), 0
-        buffer = memoryview(bytearray(_CHUNK))  # one for all chunks: allocating memory costs as much as reading
+        buffer = memoryview(bytearray(_CHUNK))  # for all chunks: allocating memory costs as much as reading
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 hasher.update(buffer[:count])
@@ -62,7 +62,7 @@ class Manifest:
         return sum(entry.bytes for entry in self.files.values())
 
     def write(self, directory: Path) -> None:
-        """Write and fsync `directory`/manifest.json; it appears complete, by a rename."""
+        """Write and fsync `directory`/manifest.json atomically."""
         content = {"format": FORMAT, "step": self.step, "files": {k: asdict(v) for k, v in sorted(self.files.items())}}
         write_durably(directory / MANIFEST, json.dumps(content, indent=1).encode() + b"\n")
 
@@ -86,7 +86,7 @@ class Manifest:
             raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
 
     def share(self, rank: int, ranks: int) -> list[str]:
-        """Return the files that `rank` of `ranks` checks, balanced by size; every file belongs to exactly one rank."""
+        """Return the files that `rank` of `ranks` checks, balanced by size; each file has exactly one rank."""
         loads = [0] * ranks
         mine = []
         for name, entry in sorted(self.files.items(), key=lambda item: (-item[1].bytes, item[0])):
@@ -116,7 +116,7 @@ def check_files(directory: Path, files: Mapping[str, FileEntry], names: Iterable
             return None
         return f"{path}: digest {found.blake3[:16]}…, the manifest says {expected.blake3[:16]}…"
 
-    # Reading and hashing release the GIL; checking several files at a time halves the duration of a load.
+    # Reading and hashing release the GIL; checking several files at a time halves the load time.
     with ThreadPoolExecutor(min(_CHECKERS, os.cpu_count() or 1), thread_name_prefix="checkpoint-digest") as pool:
         return [problem for problem in pool.map(check, names) if problem is not None]
 
@@ -124,7 +124,7 @@ def check_files(directory: Path, files: Mapping[str, FileEntry], names: Iterable
 def write_durably(path: Path, content: bytes) -> None:
     """Write `path` so that a crash leaves either the old or the new file: fsync, rename, fsync of the directory.
 
-    Only one process at a time may write it. The next one replaces what a killed one left.
+    Only one process at a time may write it. It replaces what a killed one left.
     """
     temporary = path.with_name(f".{path.name}.new")
     try:
@@ -150,11 +150,8 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-# Detects an already finished run before anything is started or moved.
-
-
 def already_finished(config: Config) -> str | None:
-    """Return the message for the user if the run of this config has finished and is saved; None if a start has work.
+    """Return a message if the run of this config has finished and is saved; None if a start has work to do.
 
     Finished means: its last start recorded its end after at least `run.steps`, with the checkpoint of that step and the
     requested export.

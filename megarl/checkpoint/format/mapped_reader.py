@@ -1,11 +1,11 @@
 """Resumes from checkpoints in memory-mapped files: each tensor is copied once, and nothing in them is executed.
 
-torch's own reader (filesystem.py:861 of 2.13) first makes a private copy of every stored tensor in newly allocated
-memory, which can take as long as the reading. It also unpickles the index and stored objects without restriction, so
-every resume uses the classes of this module: no file of a checkpoint is trusted, whoever wrote it.
+torch's own reader (filesystem.py:861 of 2.13) first copies every stored tensor into newly allocated memory, which can
+take as long as reading it. It also unpickles the index and stored objects without restriction. No file of a checkpoint
+is trusted, whoever wrote it, so every resume uses this module.
 
-Megatron-Core's common state is a pickle too: the file `common.pt`, or an object among the shards if there is no such
-file. Nothing that megarl loads is in it, so it is not read.
+Megatron-Core's common state is a pickle too: the file `common.pt`, or else an object among the shards. megarl needs
+nothing from it and does not read it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from megarl.models.hf.directory import MappedFile
 
 
 def load_shards(state: ShardedStateDict, directory: Path | str, strategy: object) -> StateDict:
-    """Load what `state` describes with `strategy`, by Megatron-Core's `dist_checkpointing.load`. Collective.
+    """Load `state` with `strategy` through Megatron-Core's `dist_checkpointing.load`. Collective.
 
-    Raises Megatron-Core's CheckpointingException, and the errors of the strategy.
+    Raises Megatron-Core's CheckpointingException, and the strategy's errors.
     """
     with mock.patch.object(serialization, "load_common_state_dict", lambda directory: {}):
         loaded: StateDict = dist_checkpointing.load(state, str(directory), strategy)
@@ -48,7 +48,7 @@ class MappedReader(FileSystemReader):
     _metadata: Metadata | None = None
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        """Return the index, read once; torch's own method would run code from a crafted one."""
+        """Return the index, read once; torch's method would run code from a crafted index."""
         if self._metadata is None:
             self._metadata = read_metadata(Path(self.path))
         return self._metadata
@@ -77,7 +77,7 @@ class MappedReader(FileSystemReader):
 
 
 def _plain_object(file: MappedFile, place: _StorageInfo, key: str) -> io.BytesIO:
-    """Return a stored object (not a tensor), saved again: torch's planner unpickles it without restriction.
+    """Return a stored object, saved again after a check: torch's planner unpickles it without restriction.
 
     Raises ValueError if it holds anything but tensors and plain values.
     """
@@ -93,17 +93,15 @@ def _plain_object(file: MappedFile, place: _StorageInfo, key: str) -> io.BytesIO
 
 
 class MappedLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
-    """Megatron-Core's load strategy with `MappedReader`; the function of its module that makes a reader is replaced."""
+    """Megatron-Core's load strategy with `MappedReader`, which replaces the reader of its module."""
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, *args: object) -> StateDict:
-        """Load the tensors of `sharded_state_dict`, as the base class does. `args`: further arguments from
-        Megatron-Core.
+        """Load the tensors of `sharded_state_dict`, as the base class does. `args`: of Megatron-Core.
 
         Raises ValueError, with the message of the first rank that failed, for a file that is damaged or unsafe.
         """
-
         reader = MappedReader(checkpoint_dir)
-        reader.read_metadata()  # here, because torch would hide its error behind its own
+        reader.read_metadata()  # later, torch would hide its error
 
         def make_reader(directory: str | Path, *args: object, **kwargs: object) -> MappedReader:
             return reader
@@ -111,6 +109,6 @@ class MappedLoadStrategy(torch_strategy.TorchDistLoadShardedStrategy):
         with mock.patch.object(torch_strategy, "_get_filesystem_reader", make_reader):
             try:
                 return super().load(sharded_state_dict, checkpoint_dir, *args)
-            except CheckpointException as error:  # torch's error, not an Exception, with each rank's traceback
+            except CheckpointException as error:  # not an Exception; has each rank's traceback
                 rank, (cause, _) = min(error.failures.items())
                 raise ValueError(f"{checkpoint_dir} cannot be loaded: rank {rank}: {cause}") from error

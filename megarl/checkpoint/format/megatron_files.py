@@ -1,7 +1,7 @@
 """Rows of a Megatron checkpoint's tensors, read lazily from memory-mapped shards of torch.distributed.checkpoint.
 
 Each stored chunk is a `torch.save` archive inside a `.distcp` file: an uncompressed zip whose entry `data/0` holds the
-tensor's bytes. Only its headers are parsed here; the bytes are used in place.
+tensor's bytes. Only headers are parsed; the bytes are used in place.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _STORAGES = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stored part of a tensor: its place there (`offsets`, `sizes`), and the file and the bytes of its archive."""
+    """A stored part of a tensor: its place (`offsets`, `sizes`), and the file and byte range of its archive."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -60,7 +60,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """A key of the index: its tensor's dtype and shape, and the chunks that hold it."""
+    """A key of the index: dtype, shape and chunks of its tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class TensorMeta:
 
 
 def read_index(step: Path) -> dict[str, TensorMeta]:
-    """Return every tensor of a checkpoint by key, from `.metadata`. Raises ValueError as `read_metadata`."""
+    """Return every tensor of a checkpoint by key, from `.metadata`. Raises ValueError like `read_metadata`."""
     metadata = read_metadata(step)
     return {
         key: TensorMeta(
@@ -82,10 +82,10 @@ def read_index(step: Path) -> dict[str, TensorMeta]:
 def check_keys(
     step: Path, index: Mapping[str, TensorMeta], wanted: Sequence[StoredTensor], info: ModelInfo
 ) -> dict[str, str]:
-    """Check that the checkpoint holds exactly the model's keys, in its shapes; keys that are no weights are ignored.
+    """Check that the checkpoint holds exactly the model's keys and shapes, ignoring keys that are not weights.
 
-    Returns the checkpoint's own key for each key that it has under another name (see `resolve`). Raises ValueError
-    listing the differences.
+    Returns the checkpoint's key for each key with another name (see `resolve`). Raises ValueError listing the
+    differences.
     """
     found = {key: meta.shape for key, meta in index.items() if is_model_key(key)}
     renamed = resolve(found, wanted)
@@ -96,9 +96,9 @@ def check_keys(
 
 
 class MegatronDirectory:
-    """A Megatron checkpoint, read by its model's Hugging Face tensors (`HFTensors`) or by key.
+    """A Megatron checkpoint, read by Hugging Face tensor (`HFTensors`) or by key.
 
-    `info`: of the model that it must hold; None: that of its config.json. Raises ValueError naming what is missing,
+    `info`: the model that it must hold; None: that of its config.json. Raises ValueError naming what is missing,
     unexpected, misshapen or truncated.
     """
 
@@ -124,20 +124,20 @@ class MegatronDirectory:
         self._check_files()
 
     def names(self) -> list[str]:
-        """Return the Hugging Face names in the order of the family's table."""
+        """Return the Hugging Face names, in table order."""
         return list(self._sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape that the family's table gives the tensor."""
+        """Return the tensor's shape in the family's table."""
         entry, source, _ = self._sources[name]
         return entry.shapes[source]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of the stored tensor that this one is part of."""
+        """Return the dtype of the stored tensor that contains this one."""
         return self.index[self.stored(name).key].dtype
 
     def stored(self, name: str) -> StoredTensor:
-        """Return the stored tensor that a Hugging Face tensor is part of; of several, that with its first rows."""
+        """Return the stored tensor that contains a Hugging Face tensor, or the first rows of it."""
         entry, source, parts = self._sources[name]
         if len(parts) == 1:
             return parts[0]
@@ -145,10 +145,7 @@ class MegatronDirectory:
         return next(part for part in reversed(parts) if part.start <= place)
 
     def rows(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return rows [start, stop) along axis 0 of a Hugging Face tensor; a view if they are contiguous in a file.
-
-        `columns`: the part of them along axis 1.
-        """
+        """Return rows [start, stop) along axis 0, and only `columns` of axis 1; a view if contiguous in a file."""
         entry, source, stored = self._sources[name]
         if entry.rule.axis == 1:
             if len(entry.names) > 1:
@@ -164,9 +161,9 @@ class MegatronDirectory:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def stored_rows(self, key: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return rows [start, stop) along axis 0 of a key's tensor; a view if one chunk holds all of them.
+        """Return rows [start, stop) of a key's tensor, and only `columns` of axis 1; a view if one chunk holds them.
 
-        `columns`: the part of them along axis 1. Raises ValueError if the chunks do not hold them exactly once.
+        Raises ValueError unless the chunks hold them exactly once.
         """
         meta = self.index[key]
         box = [(start, stop), *((0, size) for size in meta.shape[1:])]
@@ -194,7 +191,7 @@ class MegatronDirectory:
         return out
 
     def will_need(self, name: str, start: int, stop: int) -> None:
-        """Ask the kernel to read the chunks of these rows ahead, if a stored tensor has just these rows."""
+        """Ask the kernel to read the chunks of these rows ahead, if the tensor is stored by itself."""
         stored = self.stored(name)
         if stored.shape == self.shape(name):
             for chunk in self.index[stored.key].chunks:
@@ -252,7 +249,7 @@ def source_pieces(stored: StoredTensor, start: int, stop: int) -> list[Piece]:
 
 
 def copy_pieces(target: torch.Tensor, entry: Entry, pieces: Iterable[Piece], source: HFTensors) -> int:
-    """Fill a tensor with pieces of a parameter's Hugging Face tensors; return the bytes read. Padding becomes zeros."""
+    """Fill a tensor with pieces of Hugging Face tensors, and zeros for padding; return the bytes read."""
     axis, offset, size = entry.rule.axis or 0, 0, 0
     for piece in pieces:
         part = target.narrow(axis, offset, piece.size)
@@ -309,7 +306,7 @@ def _open_archive(file: MappedFile, chunk: Chunk, key: str) -> _Archive:
 
 
 def _parse_archive(file: MappedFile, chunk: Chunk) -> _Archive:
-    """Find the tensor's bytes through the directory at the zip's end; `data.pkl` gives dtype, shape and stride."""
+    """Find the tensor's bytes through the zip's directory; `data.pkl` has dtype, shape and stride."""
     entries = list(_entries(file, chunk))
     pickled = next((file.bytes(at, at + size) for name, at, size in entries if name.endswith("/data.pkl")), None)
     stored = next((at for name, at, _ in entries if name.endswith("/data/0")), None)
@@ -324,7 +321,7 @@ def _parse_archive(file: MappedFile, chunk: Chunk) -> _Archive:
 
 
 class _ChunkFile:
-    """The bytes of a chunk, as `zipfile` reads a file."""
+    """The bytes of a chunk as a file for `zipfile`."""
 
     def __init__(self, file: MappedFile, chunk: Chunk) -> None:
         self._file, self._chunk, self._at = file, chunk, 0
@@ -347,12 +344,12 @@ class _ChunkFile:
 
 
 def _entries(file: MappedFile, chunk: Chunk) -> Iterator[tuple[str, int, int]]:
-    """Yield name, first byte in the file and number of bytes of each entry. Raises ValueError if one is compressed."""
+    """Yield name, first byte in the file and size of each entry. Raises ValueError if one is compressed."""
     with zipfile.ZipFile(cast("IO[bytes]", _ChunkFile(file, chunk))) as archive:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError("not an uncompressed archive of torch.save")
-            local = chunk.begin + entry.header_offset  # of its own header: 30 bytes, its name, and extra fields
+            local = chunk.begin + entry.header_offset  # of its header: 30 bytes, name, extra fields
             name_size, extra_size = struct.unpack("<2H", file.bytes(local + 26, local + 30))
             yield entry.filename, local + 30 + name_size + extra_size, entry.file_size
 
@@ -377,5 +374,5 @@ class _TensorUnpickler(pickle.Unpickler):
 def _rebuild(
     dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int], *_: object
 ) -> tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
-    """Take the arguments of `torch._utils._rebuild_tensor_v2`; return those that describe the tensor."""
+    """Replace `torch._utils._rebuild_tensor_v2`: return the arguments that describe the tensor."""
     return dtype, offset, tuple(shape), tuple(stride)

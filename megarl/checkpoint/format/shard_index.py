@@ -1,8 +1,8 @@
-"""Parses `.metadata`, torch's index of a checkpoint's shards, without running anything that is in it.
+"""Parses `.metadata`, torch's index of a checkpoint's shards, without running any of its content.
 
 The file is a pickle, which names the functions that build its content. torch and Megatron-Core unpickle it without
-restriction. Here each name that they write stands for an inert record, and every other name ends the parsing; the
-records are then checked and become torch's own classes.
+restriction. Here each name that they write becomes an inert record, and any other name is an error. The records are
+then checked and converted to torch's classes.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from megarl.models.hf.model_files import SHARD_INDEX
 
 
 def load_plain(file: Path | io.BytesIO) -> Any:  # noqa: ANN401  # whatever was saved
-    """Return the content of `file`. Raises ValueError with a short reason if it is damaged or holds other objects.
+    """Return the plain content of `file`. Raises ValueError with a short reason if it is damaged or has other objects.
 
-    torch's own restricted unpickler reads it, whose list of names Megatron-Core extends by a few plain classes.
+    Uses torch's restricted unpickler, whose list of names Megatron-Core extends with a few plain classes.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
     except Exception as error:  # the error that torch raises depends on the content
-        # torch replaces the reason by advice to turn the restriction off.
+        # torch replaces the reason with advice to turn the restriction off.
         reason = str(error.__context__ or error).strip() or type(error).__name__
         raise ValueError(reason.splitlines()[0]) from error
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
-# The classes of an index, by module and exact name. Megatron-Core adds the plans of the save, and up to 0.15 wrote
-# classes of its own.
+# The classes of an index, by module and exact name. Megatron-Core adds the plans of the save; up to 0.15 it wrote its
+# own classes.
 _RECORDS = {
     (_METADATA, "Metadata"),
     (_METADATA, "MetadataIndex"),
@@ -78,9 +78,9 @@ _DTYPES = {
 
 
 def read_metadata(step: Path) -> Metadata:
-    """Return the index of the checkpoint directory `step`, with tensors, objects and where each part is stored.
+    """Return the index of the checkpoint directory `step`: tensors, objects, and the place of each part.
 
-    Raises ValueError if the file is damaged, holds anything else than an index, or names a file outside `step`.
+    Raises ValueError if the file is damaged, is not an index, or names a file outside `step`.
     """
     path = step / SHARD_INDEX
     content = inside(step, SHARD_INDEX).read_bytes()
@@ -103,7 +103,7 @@ def read_metadata(step: Path) -> Metadata:
 
 
 class _Record:
-    """Holds the arguments and the state that a pickle gives to an object, and does nothing with them."""
+    """Keeps the arguments and the state that a pickle gives to an object, unused."""
 
     arguments: tuple[object, ...] = ()
     state: object = None
@@ -120,7 +120,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        # New for each file, because a pickle can change the attributes of a class that it names.
+        # New classes for each file, because a pickle can change the attributes of classes that it names.
         self._known: dict[tuple[str, str], object] = {pair: type(pair[1], (_Record,), {}) for pair in _RECORDS}
         self._known |= {("torch", name): getattr(torch, name) for name in _DTYPES}
         self._known |= {
@@ -148,14 +148,14 @@ def _kind(record: object) -> str:
 
 
 def _fields(record: Any) -> dict[str, Any]:  # noqa: ANN401  # whatever the file holds
-    """Return the attributes of a record. Raises ValueError if it is none, or has no attributes."""
+    """Return a record's attributes. Raises ValueError if it is not a record or has none."""
     if not isinstance(record, _Record) or not isinstance(record.state, dict):
         raise ValueError(f"it holds a {type(record).__name__} where a record is expected")
     return record.state
 
 
 def _storage(stored: dict[Any, Any], names: set[str]) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
-    """Yield where each part is stored, and add the files' names to `names`."""
+    """Yield the place of each part, and add the files' names to `names`."""
     for index, info in stored.items():
         where, place = _fields(index), _fields(info)
         if place.get("transform_descriptors"):

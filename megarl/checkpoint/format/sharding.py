@@ -1,4 +1,4 @@
-"""A rank's shards of a model in Megatron-Core's `torch_dist` format, under the keys of keys.py."""
+"""A rank's shards of a model for Megatron-Core's `torch_dist` format, under the keys of keys.py."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def model_sharded_state_dict(
 ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
     """Return this rank's parameters for `megatron.core.dist_checkpointing.save` and `load`, by canonical name.
 
-    `chunks` may be wrapped in DDP and Float16Module. `.data` of each value is the parameter itself, as Megatron's
-    optimizers need; parameters with sections are factories. `load` writes into the parameters in place. Raises
-    ValueError for a parameter that the family's table does not cover.
+    `chunks` may be wrapped in DDP and Float16Module. Each value's `.data` is the parameter itself, as Megatron's
+    optimizers require; parameters with sections are factories. `load` writes in place. Raises ValueError for a
+    parameter that the family's table does not cover.
     """
     entries = table(info)
     stored = stored_tensors(entries)

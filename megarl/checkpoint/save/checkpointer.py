@@ -1,8 +1,8 @@
 """Saves and restores a run. Every method is collective over the trainer ranks; only rank 0 writes small files.
 
-A failed save does not end a run: its error is reported, the last checkpoint is kept, and the next save is tried.
+A failed save does not end a run: its error is reported, the last checkpoint stays, and the next save tries again.
 Order of a save: shards (in the background) -> `.metadata` -> small files -> manifest -> rename -> retention. If a
-process is killed before the rename, the previous checkpoint is still the newest one.
+process is killed before the rename, the previous checkpoint is still the newest.
 """
 
 from __future__ import annotations
@@ -42,30 +42,29 @@ from megarl.weights.group.store import SyncStore, open_shared_store, store_addre
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-# For manifest, rename and retention, after the time by which every rank must have written. Peers wait twice as long.
+# For manifest, rename and retention, after every rank must have written. Peers wait twice as long.
 FINISH_S = GRACE_S / 2
-# For the end of a thread that has reported already.
-JOIN_S = 1.0
+JOIN_S = 1.0  # for a thread that has reported to end
 
-# The types of what rank 0 sends to the other ranks.
+# What rank 0 sends to the other ranks.
 _OUTCOME: Codec[tuple[str | None, str] | None] = codec_of(tuple[str | None, str] | None)
 _NOTHING: Codec[None] = codec_of(None)
 _FLAG: Codec[bool] = codec_of(bool)
 
-# `checkpoint.every: auto`: the share of the time that saves may hold the loop for, and what the first one is assumed to
-# take, so that a trial of a few minutes saves its last step only.
+# `checkpoint.every: auto`: the share of time for which saves may block the loop, and the assumed time of the first
+# save, so that a trial of a few minutes only saves its last step.
 SAVE_SHARE = 0.02
 FIRST_SAVE_S = 6.0
 
 
 def is_affordable(since_s: float, save_s: float) -> bool:
-    """Return whether a save is due under `auto`: one of `save_s` seconds, `since_s` after the last one began."""
+    """Return whether a save of `save_s` seconds is due under `auto`, `since_s` after the last one began."""
     return save_s <= SAVE_SHARE * since_s
 
 
 @dataclass
 class _RunningSave:
-    """A save that is being written. Only rank 0 has a `finisher`, and sets `outcome`: (path, "") or (None, error)."""
+    """A save in progress. Only rank 0 has a `finisher`, and sets `outcome`: (path, "") or (None, error)."""
 
     step: int
     write: BackgroundWrite
@@ -78,7 +77,7 @@ class _RunningSave:
 
 @dataclass(frozen=True)
 class _Copy:
-    """The state after `step` steps, in host memory, and what its save needs. `started`: by `time.monotonic`."""
+    """The state after `step` steps in host memory, and what its save needs. `started`: `time.monotonic`."""
 
     step: int
     write: BackgroundWrite
@@ -94,10 +93,10 @@ class Checkpointer:
         self.config, self.policy = config, policy
         self.settings = config.checkpoint
         self.directory = CheckpointDirectory(config.checkpoint_dir)
-        self._notes: list[str] = []  # from threads of rank 0, to be reported at the next step boundary
+        self._notes: list[str] = []  # from rank 0's threads, reported at the next step boundary
         self._retention = CheckpointRetention(self.directory, self.settings, self._notes.append)
         self.newest: int | None = None
-        self.failure: str | None = None  # why the last save failed; None if it succeeded. The same on every rank
+        self.failure: str | None = None  # why the last save failed; None if it succeeded. Equal on every rank
         self.failed_saves = 0
         self._group, self._notify = group, notify
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -106,14 +105,14 @@ class Checkpointer:
         self._pending: _RunningSave | None = None
         self._copied: _Copy | None = None
         self._saves = 0
-        self._saved_at, self._save_s = time.monotonic(), FIRST_SAVE_S  # when the last save began, and how long it held
+        self._saved_at, self._save_s = time.monotonic(), FIRST_SAVE_S  # the last save's start, and its blocking time
         evaluations = config.evaluation.every if self.settings.keep_best else 0
         self._needed_every = (self.settings.keep_every, evaluations)
-        self._threads: list[threading.Thread] = []  # of this rank's saves, those that have timed out included
+        self._threads: list[threading.Thread] = []  # of this rank's saves, including those that timed out
         self._store: SyncStore | None = None
 
     def due(self, steps_done: int) -> bool:
-        """Return whether to save: by `checkpoint.every`, and after the last step. The same on every rank."""
+        """Return whether to save: by `checkpoint.every`, and after the last step. Equal on every rank."""
         every = self.settings.every
         if not every or steps_done == self.config.run.steps:
             return bool(every)
@@ -126,24 +125,25 @@ class Checkpointer:
     def save(self, step: int, record: dict[str, Any] | None, *, wait: bool = False) -> bool:
         """Checkpoint the state after `step` steps. `record` (on rank 0): JSON of the state outside the trainer.
 
-        Returns when the state is copied, while writing continues in the background; with `wait` (or
-        `checkpoint.asynchronous: false`) when the checkpoint is complete. Returns False, and reports it, if it failed.
+        Returns once the state is copied; writing continues in the background. With `wait` (or
+        `checkpoint.asynchronous: false`) it returns once the checkpoint is complete. A failure is reported; returns
+        False.
         """
         self._saved_at = time.monotonic()
         saved = self._save(step, record, wait=wait)
         held_s = time.monotonic() - self._saved_at
-        self._save_s = held_s if saved else max(held_s, self._save_s)  # a failure is quick, and is not tried each step
+        self._save_s = held_s if saved else max(held_s, self._save_s)  # failures are quick; do not retry each step
         return saved
 
     def copy(self, step: int) -> None:
-        """Copy the state after `step` steps for the save of it that follows, before other things take its memory.
+        """Copy the state after `step` steps for the following save, before something else takes its memory.
 
-        If that fails it is reported, and that save is left out.
+        A failure is reported, and the save is left out.
         """
         self._copied = self._copy(step)
 
     def has_copy(self, step: int) -> bool:
-        """Return whether the state after `step` steps has been copied, and not been saved yet."""
+        """Return whether the state after `step` steps is copied but not saved yet."""
         return self._copied is not None and self._copied.step == step
 
     def _save(self, step: int, record: dict[str, Any] | None, *, wait: bool) -> bool:
@@ -166,7 +166,7 @@ class Checkpointer:
         return self.poll(wait=wait or not self.settings.asynchronous)
 
     def _copy(self, step: int) -> _Copy | None:
-        """Return a copy of the state; None if the step is saved already, or with `failure` set if that failed."""
+        """Return a copy of the state; None if the step is saved already, or if copying failed (sets `failure`)."""
         self.poll(wait=True)  # only one save is written at a time
         if step == self.newest:
             self.failure = None
@@ -189,17 +189,17 @@ class Checkpointer:
         return _Copy(step, write, store, started)
 
     def add_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Add the metrics of an evaluation of its weights to the checkpoint of `step`, if that is the newest one.
+        """Add the metrics of an evaluation to the checkpoint of `step`, if it is the newest. Only rank 0 acts.
 
-        Only rank 0 acts. `checkpoint.keep_best` then compares the checkpoint with the others.
+        `checkpoint.keep_best` then compares the checkpoint with the others.
         """
         if self._rank == 0 and metrics and step == self.newest:
             self._retention.evaluated(step, metrics)
             self._report_notes()
 
     def _still_writing(self) -> bool:
-        """Whether a thread of a save that has timed out still writes, on any rank. A save sweeps its directory."""
-        for thread in self._threads:  # rank 0 may know that all have written before they have ended
+        """Return whether a thread of a timed-out save still writes, on any rank. A save would sweep its directory."""
+        for thread in self._threads:  # threads may end shortly after they reported
             thread.join(timeout=JOIN_S)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         flag = torch.tensor([len(self._threads)])
@@ -207,11 +207,11 @@ class Checkpointer:
         return bool(flag.item())
 
     def _begin(self, step: int) -> Path:
-        assert self._identity  # computed here, because here an error is raised on every rank
+        assert self._identity  # computed here, where an error is raised on every rank
         return self.directory.create_partial(step)
 
     def poll(self, *, wait: bool = False) -> bool:
-        """Check whether the running save is complete; with `wait`, wait until it is. Returns False if it failed."""
+        """Check whether the save in progress is complete; with `wait`, wait for it. Returns False if it failed."""
         pending = self._pending
         if pending is None:
             return True
@@ -238,7 +238,7 @@ class Checkpointer:
         return True
 
     def _finish(self, pending: _RunningSave, store: SyncStore) -> None:
-        """Complete the checkpoint after every rank has written. Runs in a thread of rank 0; an error is the outcome."""
+        """Complete the checkpoint after every rank has written, in a thread of rank 0. Errors become the outcome."""
         started, path, problem = time.monotonic(), "", ""
         try:
             everyone = []
@@ -262,9 +262,9 @@ class Checkpointer:
         events.record("checkpoint", started, time.monotonic(), step=pending.step, args=end)
 
     def _open_store(self) -> tuple[SyncStore | None, str]:
-        """Return (the store in which the writing threads report to rank 0, "") or (None, error) on every rank.
+        """Return (the store in which writing threads report to rank 0, "") or (None, error) on every rank.
 
-        It is opened, and served by rank 0, at the first save.
+        The first save opens it; rank 0 serves it.
         """
 
         def prepare() -> tuple[bytes, str | None]:
@@ -289,8 +289,8 @@ class Checkpointer:
         `prepare` runs on rank 0 after the candidate is chosen and checked.
 
         Raises:
-            ResumeError: on every rank, for a path without a checkpoint, if all checkpoints are damaged, or if the
-                config contradicts the checkpoint.
+            ResumeError: on every rank, if the path has no checkpoint, all checkpoints are damaged, or the config
+                contradicts the checkpoint.
         """
         chosen = self.resume_point.find()
         if chosen is None:
@@ -306,7 +306,7 @@ class Checkpointer:
         numbers = {"mini_batches": record["config"]["trainer"]["mini_batches"], **record["trainer"]}
         load_trainer_state(self.policy, chosen.path, numbers, with_rng=same_layout)
         if not same_layout:
-            self._notify("another layout than the checkpoint's: the random states start from run.seed")
+            self._notify("the layout differs from the checkpoint's: random states start from run.seed")
         self.newest = chosen.step if chosen.own else None
         return record
 
@@ -355,7 +355,7 @@ class Checkpointer:
             fsync(path)
 
     def _copy_hf_files(self, target: Path) -> None:
-        """Copy config and tokenizer, so that `model.path` and the converter can use the checkpoint alone."""
+        """Copy config and tokenizer, so that the checkpoint alone suffices for `model.path` and the converter."""
         target.mkdir()
         dtype = torch.bfloat16 if self.config.trainer.precision == "bf16" else torch.float32
         copy_side_files(hf_files(self.config.model.path), target, dtype)

@@ -1,7 +1,7 @@
 """The directory of a run's checkpoints: `iter_0000005/` for a complete one, other names for everything else.
 
-A save writes into `.iter_0000005.partial`, which is renamed to `iter_0000005` after its manifest is written. A
-checkpoint that does not belong to the run's history, or is damaged, is renamed and never deleted:
+A save writes into `.iter_0000005.partial`, which becomes `iter_0000005` after its manifest is written. A checkpoint
+that is damaged or not part of the run's history is renamed and never deleted:
 `iter_0000007.rolled_back`, `iter_0000007.replaced`, `iter_0000007.damaged`.
 """
 
@@ -41,7 +41,7 @@ class CheckpointDirectory:
         return self.root / step_name(step)
 
     def partial(self, step: int) -> Path:
-        """Return the directory that a save of `step` writes into."""
+        """Return the directory into which a save of `step` writes."""
         return self.root / f".{step_name(step)}.partial"
 
     def steps(self) -> list[int]:
@@ -59,7 +59,7 @@ class CheckpointDirectory:
         return partial
 
     def complete(self, step: int) -> Path:
-        """Rename the partial directory, which has its manifest, to the checkpoint of `step`. Return its path."""
+        """Rename the partial directory, with its manifest, to the checkpoint of `step`. Return its path."""
         path = self.path(step)
         if path.exists():
             self.set_aside(step, "replaced")
@@ -73,7 +73,7 @@ class CheckpointDirectory:
         write_durably(self.root / TRACKER, f"{step}\n".encode())
 
     def set_aside(self, step: int, why: str) -> Path:
-        """Rename the checkpoint of `step`, so that it is not found as one of this history. Return the new path."""
+        """Rename the checkpoint of `step`, so that it no longer belongs to this history. Return the new path."""
         path, number = self.path(step), 0
         while (target := path.with_name(f"{path.name}.{why}{f'.{number}' if number else ''}")).exists():
             number += 1
@@ -81,14 +81,14 @@ class CheckpointDirectory:
         return target
 
     def sweep(self) -> None:
-        """Delete the directories that interrupted saves and deletions have left."""
+        """Delete the directories left by interrupted saves and deletions."""
         if self.root.is_dir():
             for path in self.root.iterdir():
                 if _PARTIAL.fullmatch(path.name):
                     shutil.rmtree(path)
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint. It is renamed first, so that an incomplete deletion is not found as a checkpoint."""
+        """Delete a checkpoint. It is renamed first, so that an incomplete deletion is not taken for a checkpoint."""
         obsolete = self.root / f".{step_name(step)}.deleted"
         os.replace(self.path(step), obsolete)
         shutil.rmtree(obsolete)
@@ -99,10 +99,7 @@ class CheckpointDirectory:
         return content
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the metrics of the evaluation of the checkpoint's weights, empty without one.
-
-        Raises OSError or ValueError if they cannot be read.
-        """
+        """Return the metrics of the checkpoint's evaluation, {} without one. OSError or ValueError if unreadable."""
         later = self.path(step) / EVALUATION_FILE
         try:
             content = json.loads(later.read_text()) if later.is_file() else self.state(step).get("metrics", {})
@@ -111,15 +108,11 @@ class CheckpointDirectory:
             raise ValueError(f"they are not numbers by name: {error}") from error
 
     def add_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of an evaluation of the checkpoint's weights that has ended after the save.
+        """Write the metrics of an evaluation that ended after the save. Raises OSError.
 
-        They have a file of their own, which the manifest does not list: whatever becomes of it, the checkpoint is
-        sound. Raises OSError.
+        They have a separate file that the manifest does not list, so it cannot make the checkpoint invalid.
         """
         write_durably(self.path(step) / EVALUATION_FILE, json.dumps(metrics, indent=1).encode() + b"\n")
-
-
-# Which checkpoints of a run stay: the newest, every so many steps' one, and the best one.
 
 
 class CheckpointRetention:
@@ -128,11 +121,11 @@ class CheckpointRetention:
     def __init__(
         self, directory: CheckpointDirectory, settings: CheckpointConfig, report: Callable[[str], None]
     ) -> None:
-        """`report`: takes a line for the user about what has failed."""
+        """`report`: takes a line for the user about a failure."""
         self._directory, self._settings, self._report = directory, settings, report
 
     def apply(self, newest: int) -> None:
-        """Delete what is not kept, up to the step `newest`. A failure is only reported: it costs only space."""
+        """Delete what is not kept, up to step `newest`. A failure is only reported: it costs only space."""
         try:
             steps = self._directory.steps()
             metric = self._settings.keep_best
@@ -150,9 +143,9 @@ class CheckpointRetention:
             self._report(f"an old checkpoint could not be deleted: {error}")
 
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:
-        """Add an evaluation of the newest checkpoint, which is that of `step`, and compare it with the others.
+        """Add an evaluation to the newest checkpoint, that of `step`, and compare it with the others.
 
-        A failure is only reported: it costs the comparison. An earlier evaluation that cannot be read is replaced.
+        A failure is only reported: it costs the comparison. An unreadable earlier evaluation is replaced.
         """
         present: dict[str, float] | None = None
         with suppress(OSError, ValueError):
@@ -168,7 +161,7 @@ class CheckpointRetention:
             self.apply(step)
 
     def _values(self, steps: list[int], metric: str) -> dict[int, float]:
-        """Return the metric of every checkpoint that has a readable value of it."""
+        """Return the metric of every checkpoint with a readable value."""
         found = {}
         for step in steps:
             try:
@@ -182,9 +175,9 @@ class CheckpointRetention:
 
 
 def to_delete(steps: Collection[int], *, keep_last: int, keep_every: int, best: int | None) -> list[int]:
-    """Return the complete checkpoints that retention deletes, oldest first.
+    """Return the checkpoints to delete, oldest first.
 
-    It keeps the last `keep_last`, every step divisible by `keep_every` (0: none), and `best`.
+    Kept are the last `keep_last`, every step divisible by `keep_every` (0: none), and `best`.
     """
     newest = set(sorted(steps)[-keep_last:])
     kept = newest | ({best} if best is not None else set())
@@ -197,10 +190,7 @@ def best_step(values: dict[int, float]) -> int | None:
 
 
 def continues_history(root: Path, resume: str) -> bool:
-    """Return whether a run with its checkpoints in `root` resumes from one of them. The files are not verified.
-
-    `resume`: as `checkpoint.resume`.
-    """
+    """Return whether a run with checkpoints in `root` and this `checkpoint.resume` resumes from one, unverified."""
     if resume == "auto":
         return bool(CheckpointDirectory(root).steps())
     path = Path(resume).resolve()

@@ -1,7 +1,7 @@
 """Rolls a run's result files back to a checkpoint: moves later records to a file of rolled-back records.
 
-That file is kept in parts (`megarl/common/rundir/rotating_lines.py`), and its oldest records are deleted: a run may
-resume often.
+That file is kept in parts (`megarl/common/rundir/rotating_lines.py`), the oldest of which are deleted, because a run
+may resume often.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ ROLLED_BACK_BYTES = 1 << 30  # of all its parts
 
 
 def positions(run_dir: Path) -> dict[str, int]:
-    """Return the end of each result file in bytes, its older parts included. Every writer must have flushed."""
+    """Return the end of each result file in bytes, including older parts. Every writer must have flushed."""
     return {name: rotating_lines.end(run_dir / name) for name in FILES if rotating_lines.parts(run_dir / name)}
 
 
 def roll_back(run_dir: Path, committed: Mapping[str, int]) -> int:
     """Truncate every result file at its committed position, and move the rest to rolled_back.jsonl.
 
-    `committed`: positions in bytes, by file name; 0 if absent. A moved record has an additional field `file`, the name
-    of its original file. An incomplete line, left by a killed process, is dropped. Returns the number of moved records.
+    `committed`: positions in bytes, by file name; 0 if absent. Moved records get a field `file`, their file's name.
+    Incomplete lines of killed processes are dropped. Returns the number of moved records.
     """
     moved = 0
     for name in FILES:
@@ -40,7 +40,7 @@ def roll_back(run_dir: Path, committed: Mapping[str, int]) -> int:
 
 
 def _records(path: Path, position: int, name: str) -> Iterator[str]:
-    """Yield the complete records from `position` on, as lines of the file of rolled-back records."""
+    """Yield the complete records from `position` on, as lines of rolled_back.jsonl."""
     for line in rotating_lines.read_lines(path, position):
         try:
             record = json.loads(line)
@@ -50,7 +50,7 @@ def _records(path: Path, position: int, name: str) -> Iterator[str]:
 
 
 def _move(lines: Iterator[str], target: Path) -> int:
-    """Append lines, and begin a new part whenever one is full. Return their number."""
+    """Append lines, starting a new part whenever one is full. Return their number."""
     moved, more = 0, True
     while more:
         more = False

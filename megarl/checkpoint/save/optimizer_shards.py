@@ -1,9 +1,9 @@
-"""An optimizer's state as sharded tensors of the parameters' own shapes. Each rank writes and reads its own part.
+"""An optimizer's state as sharded tensors in the parameters' shapes. Each rank writes and reads its part.
 
-Megatron-Core's `fully_reshardable` format (distrib_optimizer.py:1690) gathers the distributed optimizer's
-state on each rank of a data-parallel group, for saving and again for loading. Keys, shapes and content here are the
-same; only the chunks differ. A rank holds a flat range of a parameter, which is a few rectangles of it. An optimizer
-that is not distributed holds whole parameters, under the same keys, so each kind can load a checkpoint of the other.
+Megatron-Core's `fully_reshardable` format (distrib_optimizer.py:1690) gathers the distributed optimizer's state on each
+rank of a data-parallel group, to save and again to load. Here keys, shapes and content are the same, but the chunks
+differ: a rank's flat range of a parameter is a few rectangles of it. A non-distributed optimizer has whole parameters
+under the same keys, so each kind can load the other's checkpoints.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def rectangles(shape: tuple[int, ...], start: int, end: int) -> list[Rectangle]:
     if len(shape) == 1:
         return [Rectangle((start,), (end - start,))]
     row = math.prod(shape[1:])
-    first, last = -(-start // row), end // row  # the rows that are inside as a whole
+    first, last = -(-start // row), end // row  # the complete rows
     if first > last:
         return _inside_row(shape, last, start, end)
     boxes = _inside_row(shape, first - 1, start, first * row)
@@ -56,7 +56,7 @@ def rectangles(shape: tuple[int, ...], start: int, end: int) -> list[Rectangle]:
 
 
 def _inside_row(shape: tuple[int, ...], index: int, start: int, end: int) -> list[Rectangle]:
-    """Return elements [start, end), which are inside row `index`, as rectangles."""
+    """Return elements [start, end), all in row `index`, as rectangles."""
     before = index * math.prod(shape[1:])
     inner = rectangles(shape[1:], start - before, end - before)
     return [Rectangle((index, *box.offset), (1, *box.shape)) for box in inner]
@@ -75,12 +75,9 @@ class OwnedRange:
 def optimizer_shards(optimizer: MegatronOptimizer, model: Mapping[str, Sharded]) -> ShardTree:
     """Return the shards `optimizer.state.{param, exp_avg, exp_avg_sq}.KEY`, nested by parameter and state.
 
-    Their data are views of the optimizer's tensors. `optimizer`: one that is not a chain. `model`: the result of
-    `megarl.checkpoint.format.sharding.model_sharded_state_dict`. A new optimizer gets moments of zero first, with which
-    it would also begin its first step.
-
-    Raises:
-        ValueError: a parameter of the optimizer is not in `model`.
+    Data are views of the optimizer's tensors. `optimizer`: not a chained one. `model`: from
+    `megarl.checkpoint.format.sharding.model_sharded_state_dict`. A new optimizer first gets zero moments, as its first
+    step would create. Raises ValueError for a parameter that is not in `model`.
     """
     if not optimizer.optimizer.state:
         _allocate(optimizer.optimizer)
@@ -98,7 +95,7 @@ def optimizer_shards(optimizer: MegatronOptimizer, model: Mapping[str, Sharded])
 
 
 def counts_in_state(adam: torch.optim.Optimizer) -> bool:
-    """Return True if Adam counts updates in each parameter's state (torch's), False if in its groups (fused ones)."""
+    """Return whether Adam counts updates in each parameter's state (torch's), not in its groups (fused ones)."""
     return isinstance(adam, torch.optim.Adam)  # AdamW is one
 
 
@@ -115,7 +112,7 @@ def set_step(adam: torch.optim.Optimizer, step: int) -> None:
 def _of_distributed(optimizer: DistributedOptimizer) -> Iterator[OwnedRange]:
     """Yield the ranges of parameters that a rank of the distributed optimizer owns.
 
-    Megatron-Core's own function takes another parameter's state where a group has fp32 and bf16 parameters.
+    Megatron-Core's own function takes another parameter's state if a group has fp32 and bf16 parameters.
     """
     pairs = (
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
@@ -137,9 +134,9 @@ def _of_distributed(optimizer: DistributedOptimizer) -> Iterator[OwnedRange]:
 
 
 def _of_plain(optimizer: MegatronOptimizer) -> Iterator[OwnedRange]:
-    """Yield the whole parameters of an optimizer that is not distributed.
+    """Yield the whole parameters of a non-distributed optimizer.
 
-    FP32Optimizer updates the model's parameters, Float16OptimizerWithFloat16Params fp32 copies of them.
+    FP32Optimizer updates the model's parameters, Float16OptimizerWithFloat16Params updates fp32 copies.
     """
     groups = getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", [])
     copied = {id(copy): parameter for pair in zip(*groups, strict=True) for parameter, copy in zip(*pair, strict=True)}
@@ -150,7 +147,7 @@ def _of_plain(optimizer: MegatronOptimizer) -> Iterator[OwnedRange]:
 
 
 def _allocate(adam: torch.optim.Optimizer) -> None:
-    """Create the state of an Adam that has not stepped."""
+    """Create the state of an Adam before its first step."""
     for group in adam.param_groups:
         for parameter in group["params"]:
             moments = {name: torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False) for name in MOMENTS}
@@ -160,7 +157,7 @@ def _allocate(adam: torch.optim.Optimizer) -> None:
 
 
 def _cut(sharded: Sharded, prefix: str, flat: torch.Tensor, held: OwnedRange, distributed: bool) -> list[ShardedTensor]:
-    """Return shards of `flat`, the held range of the flattened local tensor that `sharded` places in global ones."""
+    """Return shards of `flat`, a range of the flattened local tensor that `sharded` places in global tensors."""
     found, before, taken = [], 0, 0
     for whole in _placed(sharded):
         size = math.prod(whole.local_shape)
@@ -177,7 +174,7 @@ def _cut(sharded: Sharded, prefix: str, flat: torch.Tensor, held: OwnedRange, di
                     global_shape=whole.global_shape,
                     global_offset=tuple(a + b for a, b in zip(whole.global_offset, box.offset, strict=True)),
                     axis_fragmentations=None,  # the rectangles form no regular grid
-                    # The data-parallel ranks hold different parts (distributed), or all the same.
+                    # Data-parallel ranks hold different parts (distributed) or equal ones.
                     replica_id=(*whole.replica_id[:2], 0) if distributed else whole.replica_id,
                     allow_shape_mismatch=whole.allow_shape_mismatch,
                 )

@@ -1,4 +1,4 @@
-"""Selects the checkpoint that a run resumes from, and checks its config. Pure: the caller verifies the files."""
+"""Selects the checkpoint to resume from, and checks its config. Pure: the caller verifies the files."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MOST_NAMED = 2  # differences of two models
 
 
 class ResumeError(ValueError):
-    """The run cannot resume from the checkpoint. The message gives the reason and a remedy."""
+    """The run cannot resume from the checkpoint; the message has the reason and a fix."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A complete checkpoint. `own`: it is in this run's directory, and its history is this run's."""
+    """A complete checkpoint. `own`: it is in this run's directory and part of its history."""
 
     path: Path
     step: int
@@ -38,12 +38,9 @@ class Candidate:
 
 
 def candidates(directory: CheckpointDirectory, resume: str) -> list[Candidate]:
-    """Return the checkpoints to try, best first: for `auto` from the newest to the oldest, one for a path.
+    """Return the checkpoints to try, in order: for `auto` newest first, for a path that one, for `never` none.
 
-    For `never` there are none.
-
-    Raises:
-        ResumeError: `resume` is a path without a checkpoint, or to one that this run has set aside.
+    Raises ResumeError if `resume` is a path without a checkpoint, or to one that this run has set aside.
     """
     if resume == "never":
         return []
@@ -75,11 +72,10 @@ def choose(
 ) -> Candidate | None:
     """Return the first candidate whose files match its manifest; None if there are no candidates.
 
-    `verify` returns the problems of a checkpoint. `on_damaged` is called with each damaged one before the chosen one.
+    `verify` returns a checkpoint's problems. `on_damaged` is called with each damaged candidate before the chosen one.
 
-    Raises:
-        ResumeError: all candidates are damaged. A new run would hide the loss. The checkpoints are not renamed, so the
-            next start raises the same error.
+    Raises ResumeError if all candidates are damaged: a new run would hide the loss. They are not renamed, so the next
+    start raises the same error.
     """
     damaged: list[tuple[Candidate, list[str]]] = []
     for candidate in found:
@@ -99,9 +95,9 @@ def choose(
 
 
 def identity(config: Config, info: ModelInfo) -> dict[str, Any]:
-    """Return the facts that must be equal in a checkpoint and in the run that resumes from it, as JSON.
+    """Return, as JSON, what must be equal in a checkpoint and in a run that resumes from it.
 
-    Reads the whole files of prompts, for their digests.
+    Reads all prompt files for their digests.
     """
     files = hf_files(config.model.path)
     tokenizer = hashlib.sha256()
@@ -127,7 +123,7 @@ def contradictions(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
 
 
 def changed_order(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
-    """Return the keys of two configs that decide the order of the prompts, which a resumed run goes on with."""
+    """Return the differences between two configs that would change the order of the prompts."""
     problems = []
     for section, name in (("run", "seed"), ("data", "shuffle")):
         before, now = saved.get(section, {}).get(name), present[section][name]
@@ -140,7 +136,7 @@ def changed_order(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
 
 
 def refusal(path: Path, problems: list[str]) -> str:
-    """Return the message for a checkpoint that cannot be resumed from."""
+    """Return the message for a checkpoint that the run cannot resume from."""
     return (
         f"checkpoint.resume: {path} belongs to another run: {'; '.join(problems)}. Resume with the config of that run, "
         "start afresh with checkpoint.resume=never, or choose another run.dir"
@@ -148,9 +144,9 @@ def refusal(path: Path, problems: list[str]) -> str:
 
 
 def resume_problems(config: Config, info: ModelInfo) -> list[str]:
-    """Return why the run cannot go on from the checkpoint that `checkpoint.resume` selects; [] if it can or is new.
+    """Return why the run cannot resume from the checkpoint that `checkpoint.resume` selects; [] if it can or is new.
 
-    The checkpoint's files are not verified: if they are damaged, the start takes an older one, of the same run.
+    The checkpoint's files are not verified: if they are damaged, the start takes an older one of the same run.
     """
     try:
         found = candidates(CheckpointDirectory(config.checkpoint_dir), config.checkpoint.resume)
@@ -165,14 +161,14 @@ def resume_problems(config: Config, info: ModelInfo) -> list[str]:
         return []
     try:
         problems = contradictions(saved, identity(config, info))
-    except OSError:  # a file is missing, which is reported elsewhere
+    except OSError:  # missing files are reported elsewhere
         return []
     problems += changed_order(settings, config.model_dump(mode="json"))
     return [refusal(found[0].path, problems)] if problems else []
 
 
 def _changed_model(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
-    """Return one problem that names some of the differing sizes, or keys of config.json if no size differs."""
+    """Return one problem that names some differing sizes, or keys of config.json if no size differs."""
     differing = [
         f"{key} is {present.get(key)!r}, the checkpoint has {saved.get(key)!r}"
         for key in sorted((saved.keys() | present.keys()) - {"raw"})
@@ -205,7 +201,7 @@ def _changed_prompts(saved: str | dict[str, str], present: str | dict[str, str])
 def changes(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
     """Return the config keys whose values differ, as `key: old -> new`, sorted. A resume applies and reports them.
 
-    Keys that the saved config does not have are left out: it is an older version's.
+    Keys that the saved config lacks are left out: an older version wrote it.
     """
     before, after = ({key: _plain(value) for key, value in leaves(one, lists=False)} for one in (saved, present))
     return [
@@ -216,7 +212,7 @@ def changes(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
 
 
 def _plain(value: object) -> object:
-    """Convert tuples to lists, also those inside of others, as JSON has them."""
+    """Convert tuples to lists, recursively, as in JSON."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, (tuple, list)) else value

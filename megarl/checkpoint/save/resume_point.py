@@ -1,5 +1,6 @@
-"""Finds where a run resumes: the newest checkpoint with sound files, or the requested one. `resume.py` has the rules,
-pure; this module applies them to files and ranks.
+"""Finds where a run resumes: the newest intact checkpoint, or the requested one.
+
+`resume.py` has the pure rules; this module applies them to files and ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from megarl.config.schema import Config
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-MOST_OF_A_CHANGE = 160  # characters that the terminal shows of each key whose value has changed
+MOST_OF_A_CHANGE = 160  # characters shown of each changed key
 
 _RESULT: Codec[tuple[bytes | None, str]] = codec_of(tuple[bytes | None, str])
 
@@ -43,7 +44,7 @@ _RESULT: Codec[tuple[bytes | None, str]] = codec_of(tuple[bytes | None, str])
 def on_every_rank(function: Callable[[], T], rank: int, group: ProcessGroup) -> tuple[T | None, str]:
     """Run `function` on every rank. Return (its result, "") on each, or (None, errors) if it failed on one.
 
-    Collective over the ranks of `group`; `rank` is the own one.
+    Collective over the ranks of `group`; `rank` is this one.
     """
     result: T | None = None
     problem = ""
@@ -59,7 +60,7 @@ def on_every_rank(function: Callable[[], T], rank: int, group: ProcessGroup) -> 
 def on_first_rank(function: Callable[[], T], codec: Codec[Any], rank: int, group: ProcessGroup) -> tuple[T | None, str]:
     """Run `function` on rank 0. Return (its result, "") or (None, error) on every rank: none is left waiting.
 
-    Collective over the ranks of `group`; `rank` is the own one.
+    Collective over the ranks of `group`; `rank` is this one.
     """
     result, problem = None, ""
     if rank == 0:
@@ -72,21 +73,21 @@ def on_first_rank(function: Callable[[], T], codec: Codec[Any], rank: int, group
     return None if content is None else codec.decode(content), problem
 
 
-# Applies `checkpoint.resume: never`, or a path, to the first start of a launch only, not to its restarts.
+# `checkpoint.resume: never`, or a path, applies only to the first start of a launch.
 #
-# torchrun restarts the ranks after a failure, and SLURM restarts a requeued job, with the same command. As soon as the
-# launch has a checkpoint of its own, a restart resumes from that checkpoint.
+# torchrun restarts failed ranks, and SLURM restarts a requeued job, with the same command. Once the launch has written
+# a checkpoint, a restart resumes from that.
 
 FILE = "launched_by.json"
 
 
 def remember_launch(run_dir: Path) -> None:
-    """Record that the history in `run_dir` is this launch's. Called on rank 0 after `checkpoint.resume` was applied."""
+    """Record that this launch owns the history in `run_dir`. Called on rank 0 after applying `checkpoint.resume`."""
     write_json(run_dir / FILE, _launch(os.environ))
 
 
 def config_of_this_start(config: Config) -> Config:
-    """Return `config`, with `checkpoint.resume: auto` if this launch has a checkpoint of its own."""
+    """Return `config`, with `checkpoint.resume: auto` if this launch has already written a checkpoint."""
     if config.checkpoint.resume == "auto" or not CheckpointDirectory(config.checkpoint_dir).steps():
         return config
     try:
@@ -99,7 +100,7 @@ def config_of_this_start(config: Config) -> Config:
 
 
 def same_launch(before: Mapping[str, Any], present: Mapping[str, Any], *, requeued: bool) -> bool:
-    """Whether two starts of ranks belong to one launch: of a launch script, a requeued job or a torchrun agent."""
+    """Return whether two starts belong to one launch: of a launch script, a requeued job or a torchrun agent."""
     if present["launch"] is None:
         return before["launch"] is None and bool(before["agent"] == present["agent"])
     return bool(before["launch"] == present["launch"] or (requeued and before["job"] == present["job"] is not None))
@@ -130,7 +131,7 @@ class ResumePoint:
         group: ProcessGroup,
         notify: Callable[[str], None],
     ) -> None:
-        """`settings`: the run's config as JSON, which a checkpoint's is compared with.
+        """`settings`: the run's config as JSON, to compare with a checkpoint's.
 
         `group`: a gloo group of all ranks; `notify`: takes a line for the user (a no-op except on rank 0).
         """
@@ -139,9 +140,9 @@ class ResumePoint:
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def find(self) -> Candidate | None:
-        """Choose the same candidate on every rank, each of which verifies a share of the files; None for a new run.
+        """Choose the same candidate on every rank; None for a new run. Each rank verifies a share of the files.
 
-        Raises ResumeError, on every rank, for a path without a checkpoint, and if all checkpoints are damaged.
+        Raises ResumeError, on every rank, for a path without a checkpoint, or if all checkpoints are damaged.
         """
         resume = self._settings["checkpoint"]["resume"]
         found, error = on_first_rank(lambda: candidates(self._directory, resume), _CANDIDATES, self._rank, self._group)
@@ -161,7 +162,7 @@ class ResumePoint:
         return list(dict.fromkeys(problem for part in everyone for problem in part))
 
     def _on_damaged(self, candidate: Candidate, problems: list[str]) -> None:
-        """Report a damaged checkpoint, and rename it if it is this run's own."""
+        """Report a damaged checkpoint, and rename it if it is this run's."""
 
         def set_aside() -> str:
             where = self._directory.set_aside(candidate.step, "damaged") if candidate.own else candidate.path
@@ -173,17 +174,17 @@ class ResumePoint:
     def resume_from(
         self, chosen: Candidate, identity: dict[str, Any], prepare: Callable[[Candidate], None]
     ) -> dict[str, Any]:
-        """Check that the run may resume from `chosen`, set other histories aside, and return the record. On rank 0.
+        """Check that the run may resume from `chosen`, set other histories aside, return the record. On rank 0.
 
-        `identity`: that of this run (`resume.py`). `prepare` is called with `chosen`, once it is accepted. Raises
-        ResumeError if the run contradicts the checkpoint.
+        `identity`: this run's (`resume.py`). `prepare` is called with `chosen` once it is accepted. Raises ResumeError
+        if the run contradicts the checkpoint.
         """
         record: dict[str, Any] = json.loads((chosen.path / STATE_FILE).read_text())
         problems = contradictions(record["identity"], identity) + changed_order(record["config"], self._settings)
         if problems:
             raise ResumeError(refusal(chosen.path, problems))
         if chosen.own:
-            # Before the other files are rolled back: after a kill in between, the next start chooses the same one.
+            # Before other files are rolled back: after a kill in between, the next start chooses the same checkpoint.
             self._set_aside_from(chosen.step + 1, "rolled_back")
             self._directory.write_tracker(chosen.step)
         else:
@@ -196,7 +197,7 @@ class ResumePoint:
         return record
 
     def begin_new_history(self) -> None:
-        """Set all checkpoints aside, for a run that resumes none of them. On rank 0."""
+        """Set all checkpoints aside, for a run that starts from the beginning. On rank 0."""
         self._set_aside_from(0, "replaced")
         remember_launch(self._run_dir)
 
@@ -208,5 +209,5 @@ class ResumePoint:
 
 
 def _shortened(change: str) -> str:
-    """Return a change of the config without what follows its first characters: an added set has all its defaults."""
+    """Return a config change cut to its first characters: an added set has all its defaults."""
     return change if len(change) <= MOST_OF_A_CHANGE else f"{change[:MOST_OF_A_CHANGE]}..."

@@ -1,8 +1,8 @@
-"""The state of the trainer ranks as Megatron-Core's sharded state: weights, optimizer, schedule, random states.
+"""The trainer ranks' state as Megatron-Core's sharded state: weights, optimizer, schedule, random states.
 
-Tensors are keyed by the model's parameters only, so that any TP, PP, VPP, EP and DP can load what another layout saved.
-The few other numbers (Adam's step, the schedule's position) are stored as JSON. A loading optimizer keeps its own
-parameter groups, with the learning rate and weight decay of its config.
+Tensors are keyed only by the model's parameters, so any TP, PP, VPP, EP and DP can load what another layout saved. The
+few other numbers (Adam's step, the schedule's position) are JSON. A loading optimizer keeps its parameter groups, with
+learning rate and weight decay from its config.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ REFERENCE_PREFIX = "reference."
 
 
 def sharded_state(policy: Policy, *, with_rng: bool = True) -> dict[str, Any]:
-    """Return all that `dist_checkpointing` saves or loads, as views of this rank's tensors.
+    """Return everything that `dist_checkpointing` saves or loads, as views of this rank's tensors.
 
-    With `with_rng=False` it has no random states, which belong to one layout.
+    `with_rng=False`: without random states, which belong to one layout.
     """
     model = model_sharded_state_dict(policy.module_chunks, policy.info)
     state: dict[str, Any] = {
@@ -53,7 +53,7 @@ def sharded_state(policy: Policy, *, with_rng: bool = True) -> dict[str, Any]:
 
 
 def reference_shards(reference: ReferenceModel) -> dict[str, Any]:
-    """Return views of the reference's tensors under keys of their own; no reader takes them for the model's weights."""
+    """Return views of the reference's tensors under separate keys, not to be taken for the model's weights."""
     shards = model_sharded_state_dict(reference.chunks, reference.info)
     for shard in shards.values():
         shard.key = f"{REFERENCE_PREFIX}{shard.key}"
@@ -66,10 +66,9 @@ def live_views(shards: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def take_over(views: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Copy what `dist_checkpointing.load` did not load in place into `views`, which were taken before.
+    """Copy what `dist_checkpointing.load` did not load in place into `views`, taken before the load.
 
-    A rank that loads a tensor does so in place; it may receive it from a peer instead, and the halves of a gated layer
-    are a new tensor.
+    Tensors received from a peer, and the joined halves of a gated layer, are new tensors.
     """
     for name, view in views.items():
         if isinstance(view, dict):
@@ -79,7 +78,7 @@ def take_over(views: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
 
 
 def trainer_numbers(policy: Policy) -> dict[str, Any]:
-    """Return the numbers that `load_trainer_state` needs, as JSON, and the step of the reference's weights."""
+    """Return the numbers that `load_trainer_state` needs, as JSON."""
     return {
         "optimizer_step": optimizer_step(policy.optimizer),
         "scheduler_step": int(policy.scheduler.num_steps),
@@ -89,15 +88,12 @@ def trainer_numbers(policy: Policy) -> dict[str, Any]:
 
 
 def scheduler_position(numbers: Mapping[str, Any], mini_batches: int) -> int:
-    """Return the updates of the schedule that a checkpoint has made, counted in updates of this run.
-
-    A step has `mini_batches` of them; the position is that of the run's progress, whatever it was before.
-    """
+    """Return a checkpoint's position in the schedule, in updates of this run, which has `mini_batches` per step."""
     return int(numbers["scheduler_step"]) * mini_batches // int(numbers["mini_batches"])
 
 
 def optimizer_step(optimizer: MegatronOptimizer) -> int:
-    """Return the number of updates that Adam has counted. Raises ValueError if the optimizer's parts differ."""
+    """Return Adam's number of updates. Raises ValueError if the optimizer's parts differ."""
     steps = {step for inner in inner_optimizers(optimizer) for step in _steps(inner)}
     if len(steps) > 1:
         raise ValueError(f"the optimizer's parts are at different steps: {sorted(steps)}")
@@ -105,7 +101,7 @@ def optimizer_step(optimizer: MegatronOptimizer) -> int:
 
 
 def layout_record(layout: Layout) -> dict[str, Any]:
-    """Return the layout, to which random states belong, as JSON."""
+    """Return the layout, on which random states depend, as JSON."""
     return {
         "tensor": layout.tensor,
         "pipeline": layout.pipeline,
@@ -114,14 +110,14 @@ def layout_record(layout: Layout) -> dict[str, Any]:
         "expert_tensor": layout.etp,
         "sequence": layout.sequence,
         "ranks": layout.world_size,
-        # Records of older runs lack these.
+        # Only if set, for equality with older records.
         **{name: given for name in UNEVEN_STAGES if (given := getattr(layout, name))},
         **({"context": layout.context} if layout.context > 1 else {}),
     }
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the parts of a chained optimizer: Megatron uses one for dense and one for expert parameters."""
+    """Return the parts of a chained optimizer: Megatron has one for dense and one for expert parameters."""
     return [inner for inner in getattr(optimizer, "chained_optimizers", [optimizer]) if not _is_stub(inner)]
 
 
@@ -130,7 +126,7 @@ def _is_stub(optimizer: MegatronOptimizer) -> bool:
 
 
 def _steps(inner: MegatronOptimizer) -> set[float]:
-    """Return all counts of updates: torch's Adam counts in each parameter's state, others in the groups."""
+    """Return all update counts: torch's Adam counts in each parameter's state, others in the groups."""
     states = {float(state["step"]) for state in inner.optimizer.state.values() if "step" in state}
     return states or {float(group["step"]) for group in inner.optimizer.param_groups if "step" in group}
 
@@ -163,8 +159,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
 def load_trainer_state(policy: Policy, path: Path, numbers: dict[str, Any], *, with_rng: bool) -> None:
     """Load weights, optimizer and schedule of `policy` from a checkpoint of any layout. Collective.
 
-    `numbers`: the checkpoint's `trainer_numbers`. `with_rng`: load the random states too, for an equal layout. A
-    reference that had taken the policy's weights is loaded too, if the run has one.
+    `numbers`: the checkpoint's `trainer_numbers`. `with_rng`: also load the random states (same layout). Also loads the
+    reference, if the run has one that had taken the policy's weights.
     """
     if policy.reference is not None:
         policy.reference.refreshed = int(numbers.get("reference_step", 0))
@@ -183,10 +179,10 @@ def load_trainer_state(policy: Policy, path: Path, numbers: dict[str, Any], *, w
 
 
 def _strategy() -> object:
-    """Return what reads the shards.
+    """Return the load strategy.
 
-    Ranks of several hosts share the reading of what they all need, and send it to each other. On one host each rank
-    reads for itself: a file that is read twice comes from the page cache, which takes less time than sending it.
+    Ranks on several hosts share the reading of common tensors and send them to each other. On one host each rank reads
+    everything it needs: the page cache is faster than sending.
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if group.size() == 1 or on_one_host():

@@ -1,9 +1,8 @@
 """Writes a save in the background: Megatron-Core plans it, and a thread of this process writes it.
 
-Megatron-Core's own asynchronous writer forks the trainer, which has gloo, NCCL and Ray threads, and needs a manager
-process that continues to run after its rank is killed; its persistent writer fails without CUDA. Writing consists of
-system calls, during which a thread does not hold the interpreter lock. The thread alone writes files, and runs no
-collective: if the disk of one rank is full, no other rank waits for it.
+Megatron-Core's asynchronous writer forks the trainer, which has gloo, NCCL and Ray threads, and needs a manager process
+that survives a killed rank; its persistent writer fails without CUDA. Writing is system calls, which release the GIL.
+The thread runs no collective: if one rank's disk is full, no other rank waits for it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from megarl.common.process.memory_tuning import collections_paused
 logger = logging.getLogger(__name__)
 
 FILES_PER_RANK = 2
-_OWN_WRITER = "mcore"  # Megatron-Core's; its default is that of the package nvidia-resiliency-ext
+_OWN_WRITER = "mcore"  # Megatron-Core's; its default needs the package nvidia-resiliency-ext
 # Megatron-Core's description of one file: path, name, and (item, value) pairs of bytes and of tensors.
 WriteBucket: TypeAlias = tuple[str, str, tuple[list[Any], list[Any]]]
 
@@ -73,7 +72,7 @@ class WrittenItem:
 
 @dataclass(frozen=True)
 class Written:
-    """The result of one rank's thread: its files with their digests, what they contain, or the error."""
+    """The result of one rank's thread: files with digests, their items, or the error."""
 
     files: dict[str, FileEntry]
     items: list[WrittenItem]
@@ -86,17 +85,17 @@ class Written:
 
     @classmethod
     def from_text(cls, text: str) -> Written:
-        """Return the result of `to_text`. Raises ValueError for a text of another form; nothing of it is run."""
+        """Parse the result of `to_text`, without running code. Raises ValueError for any other text."""
         return TypeAdapter(cls).validate_json(text, strict=True)
 
 
 class BackgroundWrite:
-    """One save of one rank. Its creation is collective, on the main thread of every rank; `start` is local."""
+    """One rank's save. Create it collectively, on the main thread of every rank; `start` is local."""
 
     def __init__(self, state: dict[str, Any], directory: Path, *, validate: bool = True) -> None:
         """Plan the save, and copy all tensors that training will change to host memory.
 
-        `validate`: check that no shard is there twice and none is missing.
+        `validate`: check that every shard is there exactly once.
         """
         self.directory = directory
         with collections_paused():  # a plan is many objects, and training waits for it
@@ -108,10 +107,7 @@ class BackgroundWrite:
         self._buckets = copy_to_host(self._writer.write_buckets or [])
 
     def start(self, report: Callable[[Written], None]) -> threading.Thread:
-        """Write in a daemon thread, for which a rank that ends does not wait, and return it.
-
-        The thread calls `report` at its end.
-        """
+        """Write in a daemon thread, which does not delay the rank's end and finally calls `report`; return it."""
         thread = threading.Thread(target=lambda: report(self._write_all()), name="checkpoint-writer", daemon=True)
         thread.start()
         return thread
@@ -125,8 +121,8 @@ class BackgroundWrite:
         items: list[WrittenItem] = []
         error: str | None = None
         try:
-            # In parallel: while the disk writes one file, the next one is copied to the page cache.
-            # These threads are daemons, unlike those of concurrent.futures: a rank that ends does not wait for them.
+            # In parallel: while the disk writes one file, the next one is copied to the page cache. Unlike those of
+            # concurrent.futures these threads are daemons, which do not delay the end of the rank.
             with ThreadPool(FILES_PER_RANK, _without_crcs) as pool:
                 for name, entry, written in pool.map(self._write_file, range(len(self._buckets))):
                     files[name] = entry
@@ -138,14 +134,14 @@ class BackgroundWrite:
         return Written(files, items, error, time.perf_counter() - started)
 
     def _write_file(self, index: int) -> tuple[str, FileEntry, list[WriteResult]]:
-        """Write one file. Return its name, its entry in the manifest and torch's results."""
+        """Write one file. Return its name, its manifest entry and torch's results."""
         bucket = self._buckets[index]
         results = self._write(index, bucket)
         entry = FileEntry.of(Path(bucket[0]))
         return bucket[1], entry, results
 
     def _write(self, index: int, bucket: WriteBucket) -> list[WriteResult]:
-        """Write and fsync one file with Megatron-Core's own function. Raises the exception that it returns."""
+        """Write and fsync one file with Megatron-Core's function. Raises the exception that it returns."""
         outcome: queue.Queue[tuple[int, list[WriteResult] | Exception]] = queue.Queue()
         count: queue.Queue[int] = queue.Queue()
         count.put(index)
@@ -157,11 +153,11 @@ class BackgroundWrite:
 
 
 def copy_to_host(buckets: list[WriteBucket]) -> list[WriteBucket]:
-    """Copy the tensors of all buckets to host memory, and return when all copies are complete.
+    """Copy the tensors of all buckets to host memory; return when all copies are complete.
 
-    From a GPU the copies go to pinned memory without waiting for each other: a pageable copy of some 10 GB per rank
-    would hold up the step for seconds. torch's allocator keeps the pinned memory for the next save. Without CUDA the
-    tensors are used as they are, and `_snapshot` has copied those that will change.
+    From a GPU they go to pinned memory asynchronously: pageable copies of some 10 GB per rank would delay the step for
+    seconds. torch's allocator keeps the pinned memory for the next save. Without CUDA nothing is copied here:
+    `_snapshot` has copied tensors that will change.
     """
     copied: list[WriteBucket] = FileSystemWriterAsync.preload_tensors(buckets, platforms.current().is_cuda)
     return copied
@@ -170,8 +166,8 @@ def copy_to_host(buckets: list[WriteBucket]) -> list[WriteBucket]:
 def plan_save(sharded: dict[str, Any], directory: Path) -> tuple[FileSystemWriterAsync, Metadata | None]:
     """Plan which rank writes which shard to which file. Return this rank's writer, and torch's metadata on rank 0.
 
-    Collective, without I/O. Shards that several data-parallel ranks hold are divided among these ranks. Raises
-    RuntimeError on every rank, with the message of the first rank that failed, if one cannot plan its part.
+    Collective, without I/O. Shards that several data-parallel ranks hold are divided among them. Raises RuntimeError on
+    every rank, with the message of the first rank that failed, if one cannot plan its part.
     """
     strategy = _PlanOnly("torch_dist", 1, thread_count=FILES_PER_RANK)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -179,14 +175,14 @@ def plan_save(sharded: dict[str, Any], directory: Path) -> tuple[FileSystemWrite
         FullyParallelSaveStrategyWrapper(strategy, group).apply_saving_parallelization(sharded)
     try:
         planned: tuple[FileSystemWriterAsync, Metadata | None] = strategy.async_save(sharded, directory, _OWN_WRITER)
-    except CheckpointException as error:  # torch's, and no Exception: the run would not report it as its failure
+    except CheckpointException as error:  # not an Exception: the run would not report it
         rank, (cause, _) = min(error.failures.items())
         raise RuntimeError(f"the save to {directory} cannot be planned: rank {rank}: {cause}") from error
     return planned
 
 
 class _PlanOnly(TorchDistSaveShardedStrategy):
-    """Megatron-Core's strategy without its last stage, which forks, and on an error leaves the other ranks waiting."""
+    """Megatron-Core's strategy without its last stage, which forks, and leaves other ranks waiting after an error."""
 
     def _get_save_and_finalize_callbacks(
         self, writer: FileSystemWriterAsync, save_state_dict_ret: tuple[object, Metadata | None], *args: object
@@ -195,9 +191,9 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
 
 
 def _without_crcs() -> None:
-    """Let the present thread save without CRCs: the digests detect more, in a fraction of the time.
+    """Save without CRCs in this thread: digests detect more, in a fraction of the time.
 
-    torch keeps this option for each thread (torch/utils/_config_module.py of 2.13).
+    The option is per thread (torch/utils/_config_module.py of 2.13).
     """
     torch.serialization.set_crc32_options(False)
 
@@ -207,7 +203,7 @@ def _transforms(writer: FileSystemWriterAsync) -> list[object]:
 
 
 def _snapshot(value: object) -> object:
-    """Copy a CPU tensor that is not a view: Megatron relies on a fork and does not copy it before it is written."""
+    """Copy a CPU tensor that is not a view: Megatron relies on a fork and does not copy it before writing."""
     if isinstance(value, ShardedTensor) and value.data is not None and value.data.device.type == "cpu":
         data = value.data.detach()
         is_view = data.untyped_storage().nbytes() != data.numel() * data.itemsize
