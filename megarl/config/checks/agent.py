@@ -1,4 +1,4 @@
-"""Checks of the agent's loop and its tools; each problem comes with the way to correct it."""
+"""Checks of the agent's loop and its tools. Every problem comes with its fix."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _act_problems(act: str | None) -> Iterator[str]:
 
 
 def _gateway_problems(config: Config) -> Iterator[str]:
-    """Yield what is wrong for a loop whose samples are acted for through the gateway."""
+    """Yield the problems of a loop that acts through the gateway."""
     if not config.gateway.enabled:
         yield f"gateway.enabled: agent.loop: {config.agent.loop} acts through the gateway of the run; set gateway.enabled: true"  # noqa: E501
     if config.ray.address is not None and config.gateway.host is None:
@@ -75,17 +75,17 @@ def _gateway_problems(config: Config) -> Iterator[str]:
     key, act_s = "agent.act_timeout_s", config.agent.act_timeout_s
     if config.agent.loop == VERIFIERS:
         key, act_s = "agent.kwargs.timeout_s", config.agent.kwargs.get("timeout_s", ACT_TIMEOUT_S)
-    if not isinstance(act_s, int | float):  # the arguments of a loop have no types in the config: YAML's 1e3 is text
+    if not isinstance(act_s, int | float):  # a loop's arguments have no types in the config: YAML's 1e3 is text
         yield f"{key}: {act_s!r} is not a number of seconds; write it in digits"
     elif act_s >= (bound := config.timeouts.generate_s):
         yield (
-            f"{key}: {act_s:g} s would never fail a sample, because after timeouts.generate_s={bound:g} s of waiting "
-            "for it the trainer ends the run; lower the first or raise the second"
+            f"{key}: {act_s:g} s would never fail a sample: the trainer ends the run after waiting for it for "
+            f"timeouts.generate_s={bound:g} s; lower the first or raise the second"
         )
     if any(pace_problems(config)):
         return
     groups, samples = config.batch.groups, config.batch.samples_per_group
-    # The most that are generated or wait in the queue at a time.
+    # The most that may be generated or queued at a time.
     groups = max(groups, pace_of(config).steps_within_bound(0) * groups // config.admission.max_uses)
     if config.gateway.max_sessions < groups * samples:
         yield (
@@ -107,16 +107,16 @@ def tool_lists(config: Config) -> dict[str, list[ToolConfig]]:
 def _tool_problems(key: str, tools: list[ToolConfig]) -> Iterator[str]:
     for index, tool in enumerate(tools):
         if tool.kind == "calculator":
-            yield f"{key}.{index}.kind: the calculator is an example now; write {_CALCULATOR}, and in_worker: true"
+            yield f"{key}.{index}.kind: the calculator is an example; write {_CALCULATOR}, and in_worker: true"
         elif tool.kind not in SHIPPED_TOOLS:
             yield from import_path_problems(f"{key}.{index}.kind", tool.kind, f"neither {', '.join(SHIPPED_TOOLS)} nor")
     for name, count in Counter(tool.called for tool in tools).items():
         if count > 1:
-            yield f"{key}: {count} tools are called {name!r}; give all but one a `name` of their own"
+            yield f"{key}: {count} tools are called {name!r}; give all but one a different `name`"
 
 
 def import_path_problems(key: str, path: str, neither: str) -> Iterator[str]:
-    """Yield what is wrong with an import path `package.module:name`; the module is found, and not imported."""
+    """Yield what is wrong with an import path `package.module:name`, without importing the module."""
     module, colon, name = path.partition(":")
     if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
         yield f"{key}: {path!r} is {neither} an import path package.module:name"
@@ -130,11 +130,8 @@ def import_path_problems(key: str, path: str, neither: str) -> Iterator[str]:
         yield f"{key}: no module {top!r}; install it or add its directory to PYTHONPATH"
 
 
-# Checks of what needs the sandbox: the reward function `code`, and the tool `python`.
-
-
 def sandbox_problems(config: Config, *, here: bool) -> Iterator[str]:
-    """Yield the problems of reward functions and tools that run programs. `here`: the run will be on this machine."""
+    """Yield the problems of reward functions and tools that run programs. `here`: the run is on this machine."""
     yield from _reward_problems(reward_functions(config))
     users = sandbox_users(config) if here else []
     if users and (problem := sandbox_problem()) is not None:
@@ -143,7 +140,7 @@ def sandbox_problems(config: Config, *, here: bool) -> Iterator[str]:
 
 
 def sandbox_users(config: Config) -> list[str]:
-    """Return the keys of what needs the sandbox, each with its value."""
+    """Return the keys, with values, that need the sandbox."""
     judges = [f"{key}.function: code" for key, each in reward_functions(config).items() if each.function == "code"]
     lists = tool_lists(config).items()
     tools = [f"{key}.{at}: python" for key, tools in lists for at, tool in enumerate(tools) if tool.kind == "python"]

@@ -1,4 +1,4 @@
-"""Checks the fields of `rollout.engine_kwargs` against those of vLLM, and a model against its attention on CPU."""
+"""Checks `rollout.engine_kwargs` against vLLM's fields, and a model against vLLM's attention on CPU."""
 
 from __future__ import annotations
 
@@ -15,27 +15,21 @@ from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.families import FAMILIES
 
-# Checks, before anything starts, that trainer and engines cannot wait for each other forever.
+# Why trainer and engines cannot wait for each other forever. A step always ends, because
 #
-# A step always ends, because
-#
-# 1. its groups may start: the weights that are published before it leave room for it within the bound on staleness;
-# 2. the groups that it waits for end: admission waits only for groups in flight, and generation and rewards have time
+# 1. its groups may start: the weights published before it leave room for it within the bound on staleness;
+# 2. the groups that it waits for end: admission only waits for groups in flight, and generation and rewards have time
 #    limits;
-# 3. filters cannot hold it back: rollout replaces only so many groups before each step (`admission.refill_limit`), and
-#    the trainer filters a batch after it is taken;
-# 4. groups that are used again (`admission.max_uses`) cannot either: a step can always do without them, because as many
-#    new groups may start as it takes.
+# 3. filters cannot block it: rollout replaces a bounded number of groups before each step (`admission.refill_limit`),
+#    and the trainer filters a batch after taking it;
+# 4. reused groups (`admission.max_uses`) cannot block it: as many new groups may start as the step needs.
 #
-# The others hold for every config. The tests of admission visit every state of small runs, and find a state in
-# which nothing can happen exactly if the first does not hold.
+# 2 to 4 hold for every config. The tests of admission visit every state of small runs; a state in which nothing can
+# happen exists exactly if 1 is violated.
 
 
 def liveness_problems(admission: AdmissionConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Yield what would make the run wait forever, or filter in rollout what the trainer would train on.
-
-    The first condition is checked with the other numbers of the pace (`pace_problems`).
-    """
+    """Yield what would make rollout filter groups that the trainer trains on; `pace_problems` checks condition 1."""
     if admission.refill and not filters_equal_rewards(algorithm):
         yield (
             "admission.refill: it replaces the groups that algorithm.filter_zero_variance drops, which is off; set "
@@ -43,10 +37,10 @@ def liveness_problems(admission: AdmissionConfig, algorithm: AlgorithmConfig) ->
         )
 
 
-IMPORT_S = 600.0  # for the import of vLLM, which takes seconds, on a busy machine a minute
-# The sizes of heads that vLLM's attention on CPU takes (v1/attention/backends/cpu_attn.py).
+IMPORT_S = 600.0  # importing vLLM takes seconds, on a busy machine a minute
+# The head sizes that vLLM's CPU attention supports (v1/attention/backends/cpu_attn.py).
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-# Fields that megarl sets itself, each with the reason or the key to use instead. Plan and replica refuse them.
+# Fields that megarl sets, each with the reason or the key to use instead. Plan and replica refuse them.
 RESERVED: dict[str, str] = {
     "model": "set model.path",
     "tokenizer": "set model.path",
@@ -73,7 +67,7 @@ RESERVED: dict[str, str] = {
 
 
 def engine_problems(rollout: RolloutConfig) -> Iterator[str]:
-    """Yield a problem for each reserved field, and for each unknown one if vLLM is installed."""
+    """Yield a problem for each reserved field and, if vLLM is installed, for each unknown one."""
     for name in rollout.engine_kwargs:
         key = f"rollout.engine_kwargs.{name}"
         if name in RESERVED:
@@ -84,7 +78,7 @@ def engine_problems(rollout: RolloutConfig) -> Iterator[str]:
 
 
 def engine_key_problems(info: ModelInfo) -> Iterator[str]:
-    """Yield a problem for each key that vLLM needs in the model's config.json and does not find."""
+    """Yield a problem for each key that vLLM needs but the model's config.json lacks."""
     for key, value in FAMILIES[info.family].engine_keys.items():
         if info.raw.get(key) is None:
             yield (
@@ -94,21 +88,21 @@ def engine_key_problems(info: ModelInfo) -> Iterator[str]:
 
 
 def delta_net_problems(info: ModelInfo, *, recompute_kv: bool) -> Iterator[str]:
-    """Yield a problem if engines would go on from states that other weights have made."""
+    """Yield a problem if engines would continue from states computed with old weights."""
     if info.delta and not recompute_kv:
         yield (
-            "weight_sync.recompute_kv: the states of DeltaNet layers would stay those of the old weights for good, and "
-            "so would cached prefixes; set it to true"
+            "weight_sync.recompute_kv: DeltaNet states and cached prefixes would keep values of old weights; set it to "
+            "true"
         )
 
 
 def head_size_problems(info: ModelInfo, device: str) -> Iterator[str]:
-    """Yield a problem if vLLM has no attention for the model's heads. On GPUs one of its backends takes any size."""
+    """Yield a problem if vLLM has no attention for the model's head size. On GPUs some backend supports any size."""
     if device == "cpu" and info.mla is None and info.head_dim not in CPU_HEAD_SIZES:
         listed = ", ".join(map(str, CPU_HEAD_SIZES))
         yield (
-            f"model.path: its attention heads have {info.head_dim} channels (head_dim), and vLLM's attention without a "
-            f"GPU takes {listed} only; use a model with one of these"
+            f"model.path: its attention heads have {info.head_dim} channels (head_dim), but without a GPU vLLM's "
+            f"attention only supports {listed}; use a model with one of these"
         )
 
 

@@ -1,4 +1,4 @@
-"""Refuses layouts and passed fields that Megatron-Core cannot run or computes wrongly."""
+"""Refuses layouts and passed fields that Megatron-Core cannot run or gets wrong."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def layout_problems(trainer: TrainerConfig) -> Iterator[str]:
     if pipeline == 1:
         yield from (f"trainer.parallel.{key}: needs pipeline > 1; remove it" for key in given)
     elif parallel.pipeline_layout is not None and len(given) > 1:
-        yield f"trainer.parallel.pipeline_layout: it says the layers of every stage; remove {' and '.join(given[:-1])}"
+        yield f"trainer.parallel.pipeline_layout: it sets every stage; remove {' and '.join(given[:-1])}"
     elif parallel.pipeline_layout is not None:
         try:
             layers_of_text(parallel.pipeline_layout, pipeline, parallel.virtual_pipeline or 1)
@@ -93,7 +93,7 @@ def model_problems(
             "pipeline parallelism"
         )
     if info.vision and parallel.context > 1:
-        yield "trainer.parallel.context: a model that sees needs whole sequences; use tensor or pipeline parallelism"
+        yield "trainer.parallel.context: images need whole sequences; use tensor or pipeline parallelism"
     if info.vision and megatron.transformer.get("apply_rope_fusion"):
         yield (
             "megatron.transformer.apply_rope_fusion: Transformer Engine's kernel would give every packed sequence the "
@@ -124,7 +124,7 @@ def _stage_problems(trainer: TrainerConfig, megatron: MegatronConfig, info: Mode
 
 
 def _recompute_layers_problems(trainer: TrainerConfig, megatron: MegatronConfig, layers: int) -> Iterator[str]:
-    """Yield a problem if more than the `layers` of a stage (of a chunk, with virtual_pipeline) are to be recomputed."""
+    """Yield a problem if more layers are to be recomputed than the `layers` of a stage (or virtual_pipeline chunk)."""
     fields = transformer_fields(trainer, megatron)
     count = fields.get("recompute_num_layers")
     if fields.get("recompute_granularity") != "full" or not isinstance(count, int) or 1 <= count <= layers:
@@ -167,7 +167,7 @@ def _expert_problems(parallel: ParallelConfig, engine: int, info: ModelInfo) -> 
 
 
 def router_replay_problems(config: Config, info: ModelInfo) -> Iterator[str]:
-    """Yield what `trainer.router_replay` cannot replay, and the routing of Megatron-Core that passes it by."""
+    """Yield what `trainer.router_replay` cannot replay, and Megatron-Core's routing that bypasses it."""
     mode, fields = config.trainer.router_replay, config.megatron.transformer
     if mode == "none":
         return
@@ -194,7 +194,7 @@ def router_replay_problems(config: Config, info: ModelInfo) -> Iterator[str]:
 
 
 def _engine_replay_problems(config: Config) -> Iterator[str]:
-    """Yield what keeps engines from returning the experts of every token, or these from coming to the trainer."""
+    """Yield what keeps the experts of some tokens from being returned by engines or from reaching the trainer."""
     engine, key = config.rollout.engine_kwargs, "trainer.router_replay: r3"
     if engine.get("enable_prefix_caching") is False:
         yield f"rollout.engine_kwargs.enable_prefix_caching: {key} needs it true in vLLM; remove it"
@@ -241,8 +241,8 @@ def _unsafe_fields(trainer: TrainerConfig, megatron: MegatronConfig, device: str
     """Yield the settings with which megatron-core computes wrong results or fails in the first step."""
     fields, parallel = megatron.transformer, trainer.parallel
     interleaved = parallel.virtual_pipeline is not None
-    # Without the overlap, PP=2 posts two sends to one peer and confuses them: gradients are wrong without an error.
-    # With micro-batches of different lengths a larger PP fails on shapes.
+    # Without the overlap, PP=2 posts two sends to one peer and confuses them: gradients are silently wrong. Larger PP
+    # fails on shapes if micro-batches differ in length.
     for name, wanted in (("overlap_p2p_comm", True), ("batch_p2p_comm", False)):
         if interleaved and name in fields and fields[name] is not wanted:
             yield (

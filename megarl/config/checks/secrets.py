@@ -1,4 +1,4 @@
-"""Finds the references to environment variables in a config, and checks that the variables are set."""
+"""Finds references to environment variables in a config, and checks that the variables are set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.config.schema.job import LaunchConfig
 
 
 def referenced_variables(config: Config) -> dict[str, str]:
-    """Return the first key of the config that refers to each environment variable, by the variable's name."""
+    """Return, by variable name, the first config key that refers to each environment variable."""
     found: dict[str, str] = {}
     for key, values in _passed_on(config):
         for place, name in references(values, key):
@@ -26,9 +26,9 @@ def referenced_variables(config: Config) -> dict[str, str]:
 
 
 def secret_problems(config: Config, *, here: bool) -> Iterator[str]:
-    """Yield a problem for each secret that is in the config itself, and for each variable that is not set.
+    """Yield a problem for each secret in the config itself, and for each variable that is not set.
 
-    `here`: the run will be on this machine, or the variables of this process will be passed on to it.
+    `here`: the run is on this machine, or inherits this process's variables.
     """
     given = given_variables(config.launch)
     for name, place in referenced_variables(config).items():
@@ -43,7 +43,7 @@ def secret_problems(config: Config, *, here: bool) -> Iterator[str]:
 
 
 def given_variables(launch: LaunchConfig) -> set[str]:
-    """Return the names of the environment variables that the processes of a run on this machine will have."""
+    """Return the names of the environment variables of a run's processes on this machine."""
     try:
         return {*os.environ, *user_environment(launch.runtime_env)}
     except ConfigError:
@@ -51,7 +51,7 @@ def given_variables(launch: LaunchConfig) -> set[str]:
 
 
 def _passed_on(config: Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (key, fields) of everything that is passed to a user's function or a library, references replaced."""
+    """Yield (key, fields) of everything passed to a user's function or a library with references replaced."""
     yield "reward.kwargs", config.reward.kwargs
     yield "agent.kwargs", config.agent.kwargs
     for key, tools in tool_lists(config).items():

@@ -1,7 +1,6 @@
 """Checks that involve several sections, the model, the files or the machine; they run before any process starts.
 
-Every check yields its problems as `key: what is wrong; how to fix it`. Nothing here imports torch or Megatron, unless a
-loss of the user's own is tried out.
+Every check yields `key: problem; fix`. torch and Megatron are only imported to try a user's loss.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ DeviceType = Literal["cuda", "cpu"]
 
 
 def detect_device() -> DeviceType:
-    """Return the device that a run on this machine uses: cuda if there are a GPU and a torch that is built for it."""
+    """Return the device of a run on this machine: cuda if there are a GPU and a torch built for it."""
     try:
         built_for_cpu = version("torch").endswith("+cpu")
     except PackageNotFoundError:
@@ -66,11 +65,10 @@ def detect_device() -> DeviceType:
 
 
 def check(config: Config, *, device: DeviceType | None = None, files: bool = True) -> ModelInfo:
-    """Check the whole config; return the model's description from config.json.
+    """Check the whole config; return the model's architecture from config.json.
 
-    Raises ConfigError that lists every problem. `device` is the device of the run (default: this machine's).
-    `files=False` omits the checks of files that exist only where the run will be (data, weights, tokenizer), for
-    planning on another machine.
+    Raises ConfigError listing every problem. `device`: of the run (default: this machine's). `files=False` skips files
+    that exist only where the run will be (data, weights, tokenizer), to plan on another machine.
     """
     device = device or detect_device()
     problems = list(data_problems(config))
@@ -108,7 +106,7 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
     try:
         info = load_info(source or config.model.path)
     except ValueError as error:
-        if not files or config.model.path.is_dir():  # `_files` has reported that it is not there
+        if not files or config.model.path.is_dir():  # `_files` reports a missing one
             problems.append(f"model.{key}: {error}{_started_elsewhere(source)}")
         raise ConfigError(list(dict.fromkeys(problems))) from None
     of_model = (
@@ -144,7 +142,7 @@ def absent_files(config: Config) -> list[tuple[str, Path]]:
 
 
 def serving_problems(config: Config) -> Iterator[str]:
-    """Yield the problems of a config whose pool only serves: what concerns the trainer and its data does not count."""
+    """Yield the problems of a config whose pool only serves; trainer and data are ignored."""
     yield from engine_problems(config.rollout)
     yield from _gateway(config.gateway, config.run)
     yield from secret_problems(config, here=True)
@@ -172,7 +170,7 @@ def max_sequence_tokens(config: Config, info: ModelInfo) -> int:
 
 @dataclass(frozen=True)
 class PromptLimit:
-    """The longest allowed prompt in tokens, the setting that it results from, and what to do with a longer one."""
+    """The longest allowed prompt in tokens, the setting that bounds it, and the fix for a longer one."""
 
     tokens: int
     setting: str
@@ -180,9 +178,9 @@ class PromptLimit:
 
 
 def prompt_limit(config: Config, info: ModelInfo, max_tokens: int | None = None) -> PromptLimit:
-    """Return the limit of training prompts whose responses have `max_tokens` at most (default: the longest of all).
+    """Return the limit of training prompts whose responses have at most `max_tokens` (default: the longest of all).
 
-    A prompt and a longest response together have to fit the engine and one micro-batch.
+    A prompt and a longest response together must fit the engine and one micro-batch.
     """
     skip = ", or set data.overlong_prompts: skip"
     if config.data.max_prompt_tokens is not None:
@@ -194,7 +192,7 @@ def prompt_limit(config: Config, info: ModelInfo, max_tokens: int | None = None)
     longest = longest_training_response(config.data, config.sampling)
     trained = config.trainer.token_limit - (max_tokens or longest.tokens)
     if trained < engine.tokens:
-        # The limit of one set may be that of the section or its own.
+        # A set has its own limit or the section's.
         setting = longest.setting if max_tokens in (None, longest.tokens) else "sampling.max_tokens of the set"
         return PromptLimit(
             trained, f"trainer.micro_batch_tokens - {setting}", f"raise trainer.micro_batch_tokens{skip}"
@@ -203,7 +201,7 @@ def prompt_limit(config: Config, info: ModelInfo, max_tokens: int | None = None)
 
 
 def evaluation_prompt_limit(config: Config, info: ModelInfo) -> PromptLimit:
-    """Return the limit of held-out prompts: with a longest response they have to fit the engine, but no micro-batch."""
+    """Return the limit of held-out prompts: with a longest response they must fit the engine, but no micro-batch."""
     longest = longest_response(config.data, config.sampling, config.evaluation)
     tokens, lower = max_sequence_tokens(config, info) - longest.tokens, f"lower {longest.setting}, or leave the row out"
     if config.rollout.max_model_len is not None:
@@ -345,11 +343,11 @@ def _files(config: Config) -> Iterator[str]:
             yield f"{key}: {_no_tokenizer(files)}"
 
 
-_TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))  # each can be loaded
+_TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))  # each is sufficient
 
 
 def _no_tokenizer(files: Path) -> str:
-    """Return why a model's directory has no usable tokenizer, and what to do."""
+    """Return why a model's directory has no usable tokenizer, with the fix."""
     settings = files / "tokenizer_config.json"
     if settings.is_file() and "auto_map" in settings.read_text(encoding="utf-8", errors="replace"):
         return (
@@ -360,7 +358,7 @@ def _no_tokenizer(files: Path) -> str:
 
 
 def _started_elsewhere(path: Path | None) -> str:
-    """Return where a relative path that is not there was looked for; empty for any other."""
+    """Return where a missing relative path was looked for; "" for any other."""
     if path is None or path.is_absolute() or path.exists():
         return ""
     return (
@@ -369,10 +367,7 @@ def _started_elsewhere(path: Path | None) -> str:
 
 
 def _shape(model: ModelConfig, info: ModelInfo) -> Iterator[str]:
-    """Yield a problem if `model.shape` describes another model than `model.path`.
-
-    The plan would then be of another model, and the run could fail hours later.
-    """
+    """Yield a problem if `model.shape` describes another model than `model.path`: the plan would be wrong."""
     if model.shape is None:
         return
     try:
@@ -423,7 +418,7 @@ def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
         return
     sample = max_sequence_tokens(config, info)
     configured = prompt is not None or limit is not None
-    # The turns of the other loops may fill what the model can hold, whatever one response may have.
+    # Other loops may fill the model's context with several turns.
     bounded = configured or config.agent.loop not in SHIPPED_LOOPS
     if bounded and config.trainer.token_limit < sample:
         others = (
@@ -433,7 +428,7 @@ def _lengths(config: Config, info: ModelInfo) -> Iterator[str]:
             f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} is less than the longest sample "
             f"({sample} tokens); a sample is never split, so raise it to at least {sample}{others}"
         )
-    # Without a configured bound, the micro-batch limits the prompts, so it needs room for one.
+    # Without a configured bound the micro-batch limits the prompts, so it needs room for one.
     trained = longest_training_response(config.data, config.sampling)
     if not bounded and config.trainer.token_limit <= trained.tokens:
         yield (

@@ -1,4 +1,4 @@
-"""Refuses what cannot be where engines and trainer take turns on the same GPUs (`rollout.share_gpus`)."""
+"""Refuses what is impossible if engines and trainer take turns on the same GPUs (`rollout.share_gpus`)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from megarl.config.derived.teachers import engine_teachers
 from megarl.config.schema import Config
 
-# As in `megarl.platforms.platform`, whose import takes torch.
+# As in `megarl.platforms.platform`, which imports torch.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# Fields of Megatron-Core with which the trainer's memory cannot be given back.
+# Fields of Megatron-Core with which the trainer's memory cannot be freed.
 _PINNED = {
     "ddp": {"nccl_ub": "NCCL has registered that memory"},
     "transformer": dict.fromkeys(
@@ -20,7 +20,7 @@ _PINNED = {
 
 
 def shared_gpus_problems(config: Config, device: str) -> Iterator[str]:
-    """Yield what is wrong with a config whose engines share the trainer's GPUs, each with its fix."""
+    """Yield the problems of a config whose engines share the trainer's GPUs."""
     rollout, key = config.rollout, "rollout.share_gpus"
     if not rollout.share_gpus:
         if config.weight_sync.transport == "relay":
@@ -28,11 +28,11 @@ def shared_gpus_problems(config: Config, device: str) -> Iterator[str]:
         return
     yield from _needs_engines(config, key)
     if rollout.load_weights:
-        yield f"{key}: engines lose in their sleep what they have read from files; set rollout.load_weights: false"
+        yield f"{key}: sleeping engines lose weights that they read from files; set rollout.load_weights: false"
     if not config.weight_sync.recompute_kv:
         yield f"{key}: a sleep empties the KV cache; set weight_sync.recompute_kv: true"
     if rollout.max_replicas not in (None, rollout.replicas):
-        yield f"{key}: engines start while the trainer's memory is free only; remove rollout.max_replicas"
+        yield f"{key}: engines start only while the trainer's memory is free; remove rollout.max_replicas"
     if rollout.devices is not None or rollout.gpus_per_node is not None or rollout.nodes == "separate":
         yield (
             f"{key}: the engines are on the trainer's GPUs (trainer.devices, trainer.gpus_per_node); remove "
@@ -49,7 +49,7 @@ def shared_gpus_problems(config: Config, device: str) -> Iterator[str]:
             "the trainer's ranks hold (where: trainer)"
         )
     if config.weight_sync.transport == "nccl":
-        yield f"{key}: NCCL takes no two members on one GPU; set weight_sync.transport: auto"
+        yield f"{key}: NCCL allows only one member per GPU; set weight_sync.transport: auto"
     if device == "cuda" and (name := _expandable(os.environ)) is not None:
         yield (f"{key}: {name} has expandable segments, which another process cannot map; remove them from it")
     for target, names in _PINNED.items():
@@ -59,7 +59,7 @@ def shared_gpus_problems(config: Config, device: str) -> Iterator[str]:
 
 
 def _expandable(environment: Mapping[str, str]) -> str | None:
-    """Return the variable that gives torch's allocator expandable segments, if one does."""
+    """Return the variable, if any, that gives torch's allocator expandable segments."""
     return next((name for name in _ALLOCATOR if "expandable_segments:true" in environment.get(name, "").lower()), None)
 
 

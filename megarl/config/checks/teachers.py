@@ -26,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 def teacher_problems(config: Config, info: ModelInfo, longest: int, *, files: bool) -> Iterator[str]:
-    """Yield the mistakes in the teachers and in their names at the data sets.
+    """Yield the problems of the teachers and of the data sets that name them.
 
     `info`: of the policy; `longest`: the most tokens of a sample. `files`: the teachers' files are on this machine.
     """
@@ -34,9 +34,8 @@ def teacher_problems(config: Config, info: ModelInfo, longest: int, *, files: bo
     algorithm = config.algorithm
     if distils_in_loss(config.teachers, algorithm.distill) and algorithm.kl.coef and algorithm.kl.where == "loss":
         yield (
-            "algorithm.distill.where: the loss has one term of a KL (ref_kl), and algorithm.kl.coef asks for that to "
-            "the reference policy; set algorithm.kl.where=reward, algorithm.kl.coef=0, or "
-            "algorithm.distill.where=advantage"
+            "algorithm.distill.where: the loss has one KL term (ref_kl), and algorithm.kl.coef uses it for the "
+            "reference; set algorithm.kl.where=reward, algorithm.kl.coef=0, or algorithm.distill.where=advantage"
         )
     yield from _share_problems(config)
     for index, teacher in enumerate(config.teachers):
@@ -68,7 +67,7 @@ def _name_problems(names: list[str], sets: list[TrainSet], data: DataConfig) -> 
 
 
 def _declined(data: DataConfig, chosen: TrainSet) -> bool:
-    """Return whether a set says that it has no teacher."""
+    """Return whether a set explicitly has no teacher."""
     own = {each.name: each.teacher for each in data.sets}.get(chosen.name)
     return own == "" or (own is None and data.teacher == "")
 
@@ -87,7 +86,7 @@ def _engine_problems(config: Config, teacher: TeacherConfig, key: str) -> Iterat
 
 
 def _share_problems(config: Config) -> Iterator[str]:
-    """Yield why engines of teachers cannot be on the GPUs of the policy's engines."""
+    """Yield why teachers' engines cannot share the GPUs of the policy's engines."""
     sharing, rollout = sharing_teachers(config.teachers), config.rollout
     if not sharing:
         return
@@ -158,6 +157,6 @@ def _model_problems(config: Config, teacher: TeacherConfig, key: str, info: Mode
 
 
 def _pixels(info: ModelInfo) -> tuple[int, ...]:
-    """Return what the patches of images depend on; () for a model that reads text only."""
+    """Return the sizes that determine image patches; () for a text model."""
     tower = info.vision
     return () if tower is None else (tower.patch, tower.frames, tower.merge, tower.channels)

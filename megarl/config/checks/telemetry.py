@@ -1,4 +1,4 @@
-"""Checks of the section `telemetry`: packages that no lock contains, addresses, and where MLflow's server is."""
+"""Checks of the sections `telemetry` (packages outside the locks, addresses, MLflow's server) and `monitor`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from megarl.config.schema import AdmissionConfig, Config
 from megarl.config.schema.job import LaunchConfig, TelemetryConfig
 from megarl.config.schema.monitor import MonitorConfig
 
-# The checks of the section `monitor`, and the bound on the buckets of tokens that its statistics tell apart.
-
-# The last one contains all larger lags. A larger bound is rare, and such tokens are too old to tell engines apart.
-MOST_LAGS = 16
+MOST_LAGS = 16  # larger lags share the last one: they are rare, and too old to compare engines
 
 
 @dataclass(frozen=True)
 class SourceBuckets:
-    """The buckets of tokens by where they come from: a slot for each replica of a step, times the version lags.
+    """The buckets of tokens by source: a slot for each replica of a step, times the version lags.
 
-    `slots`: places for replicas, of which the last one is for tokens whose replica has no place or is not known.
-    `lags`: version lags 0, 1, ... that are distinguished; the last one contains all larger ones.
+    `slots`: the last one is for tokens whose replica has no slot or is unknown. `lags`: version lags 0, 1, ...; the
+    last one includes all larger lags.
     """
 
     slots: int
@@ -31,7 +28,7 @@ class SourceBuckets:
 
     @classmethod
     def of(cls, config: Config) -> SourceBuckets:
-        """Return the buckets of a run. A step may have tokens of replicas that were replaced meanwhile."""
+        """Return the buckets of a run. A step may contain tokens of replicas that have been replaced."""
         replicas = config.rollout.max_replicas or config.rollout.replicas
         return cls(2 * replicas + 1, min(pace_of(config).max_staleness + 1, MOST_LAGS))
 
@@ -46,7 +43,7 @@ class SourceBuckets:
 
 
 def monitor_problems(monitor: MonitorConfig, admission: AdmissionConfig) -> Iterator[str]:
-    """Yield what is wrong with the section `monitor` alongside others, with the fix."""
+    """Yield the problems of the section `monitor` with others."""
     for name, rule in monitor.rules.items():
         if rule.action == "skip" and admission.max_uses > 1:
             yield (
@@ -61,7 +58,7 @@ ANY_ADDRESS = {"0.0.0.0", "::", "*", ""}
 
 
 def telemetry_problems(telemetry: TelemetryConfig, launch: LaunchConfig, *, here: bool) -> Iterator[str]:
-    """Yield the problems of the section. `here`: the run will be on this machine."""
+    """Yield the problems of the section. `here`: the run is on this machine."""
     if here and telemetry.wandb_project is not None and importlib.util.find_spec("wandb") is None:
         yield "telemetry.wandb_project: wandb is not installed; pip install wandb, or leave it null"
     if here and telemetry.mlflow_experiment is not None:

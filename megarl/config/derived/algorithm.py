@@ -1,4 +1,4 @@
-"""The loss and the advantage that a config chooses, with their options. Imports no torch for those that are shipped.
+"""The loss and the advantage that a config chooses, with their options. Shipped ones do not import torch.
 
 Options are keys of `algorithm.loss_options` and `algorithm.advantage_options`.
 """
@@ -27,28 +27,28 @@ R = TypeVar("R")  # result
 
 # Advantages without a baseline of the group: equal rewards are a signal.
 _BATCH_BASELINES = ("reinforce_pp",)
-# Advantages that are made of the rewards of turns too: a group where only these differ is kept.
+# Advantages that also use turn rewards: a group where only these differ is kept.
 _BY_TURN = ("mt_grpo",)
 
 
 def loss_of(algorithm: AlgorithmConfig) -> Chosen[TokenInputs, TokenLoss]:
-    """Return the policy loss with its options. Raises ConfigError that lists every problem."""
+    """Return the policy loss with its options. Raises ConfigError listing every problem."""
     return _chosen(LOSSES, algorithm.loss, algorithm.loss_options)
 
 
 def advantage_of(algorithm: AlgorithmConfig) -> Chosen[GroupRewards, Advantages]:
-    """Return the advantage with its options. Raises ConfigError that lists every problem."""
+    """Return the advantage with its options. Raises ConfigError listing every problem."""
     return _chosen(ADVANTAGES, algorithm.advantage, algorithm.advantage_options)
 
 
 def filters_equal_rewards(algorithm: AlgorithmConfig) -> bool:
-    """Return whether groups whose rewards are all equal are dropped: as asked, or else if they have no signal."""
+    """Return whether groups with equal rewards are dropped: as configured; by default if they have no signal."""
     asked = algorithm.filter_zero_variance
     return algorithm.advantage not in _BATCH_BASELINES if asked is None else asked
 
 
 def algorithm_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Yield what is wrong with the loss, the advantage or their options; a user's function is tried out."""
+    """Yield what is wrong with the loss, the advantage or their options, including a user's function's contract."""
     for kind, choose in (("loss", loss_of), ("advantage", advantage_of)):
         try:
             chosen: Any = choose(algorithm)
@@ -63,7 +63,7 @@ def algorithm_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _chosen(registry: FunctionRegistry[I, R], name: str, options: Mapping[str, Any]) -> Chosen[I, R]:
-    """Return a function of the registry, or the user's, with its options. Raises ConfigError for every problem."""
+    """Return a registered or a user's function with its options. Raises ConfigError listing every problem."""
     kind = registry.kind
     key = f"algorithm.{kind}_options"
     try:
@@ -80,11 +80,8 @@ def _chosen(registry: FunctionRegistry[I, R], name: str, options: Mapping[str, A
         raise ConfigError([f"{key}.{explain(detail)}" for detail in error.errors(include_url=False)]) from None
 
 
-# The options of reward shaping in a config, for the rollout side's filter and for the trainer's.
-
-
 def shaping_of(config: Config) -> ShapingSpec:
-    """Return what decides which groups are trained on, and with which rewards."""
+    """Return the options of reward shaping, for the filters of rollout and trainer."""
     return ShapingSpec(
         truncated=config.sampling.truncated,
         max_tokens=config.sampling.max_tokens,

@@ -1,7 +1,7 @@
-"""The training and held-out sets of a run, with what each of them has for itself and what it has from the sections.
+"""The training and held-out sets of a run, each with its own values and those that it inherits from the sections.
 
-A resolved set holds the sections that a run of this set alone would have, so what reads a section needs no case for
-several sets. The only set of `data.path` has the name "".
+A resolved set holds the sections of a run with only this set, so readers of a section need no case for several sets.
+The only set of `data.path` has the name "".
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class TrainSet:
 
     @property
     def demonstrates(self) -> bool:
-        """True if its rows have responses that are learnt as they are."""
+        """True if its rows have responses to learn (demonstrations)."""
         return bool(self.data.demonstration_field)
 
     def used_in(self, step: int) -> bool:
-        """Return whether groups of a step, counted from 0, may be drawn from the set."""
+        """Return whether groups of a step (from 0) may be drawn from the set."""
         return self.from_step <= step and (self.until_step is None or step < self.until_step)
 
     @property
     def teacher(self) -> str | None:
-        """The name of its teacher; None if it has none, as demonstrations never have."""
+        """The name of its teacher, or None; demonstrations have none."""
         return None if self.demonstrates else self.data.teacher or None
 
 
@@ -111,7 +111,7 @@ def all_sets(config: Config) -> list[TrainSet | HeldOutSet]:
 
 
 def reward_functions(config: Config) -> dict[str, RewardConfig]:
-    """Return every reward of the run's sets once, by the key of the config that names it first."""
+    """Return every reward of the run's sets once, by the config key that names it first."""
     found: dict[str, RewardConfig] = {}
     for each in all_sets(config):
         if each.reward not in found.values():
@@ -121,7 +121,7 @@ def reward_functions(config: Config) -> dict[str, RewardConfig]:
 
 @dataclass(frozen=True)
 class ResponseLimit:
-    """The longest allowed response in tokens, and the setting that it results from."""
+    """The longest allowed response in tokens, and the setting that bounds it."""
 
     tokens: int
     setting: str
@@ -151,7 +151,7 @@ def longest_response(data: DataConfig, sampling: SamplingConfig, evaluation: Eva
 
 
 def response_limits(config: Config) -> dict[str, int]:
-    """Return the `max_tokens` of each of several sets by name; empty if there is only `data.path`."""
+    """Return the `max_tokens` of each set by name; {} if there is only `data.path`."""
     return {each.name: each.sampling.max_tokens for each in train_sets(config)} if config.data.sets else {}
 
 
@@ -160,9 +160,9 @@ def weight_schedule(
 ) -> list[tuple[int, dict[str, float]]]:
     """Return (first group, weights of the sets by name) of each part of the run, in order.
 
-    A set has the weight 0 outside its steps. After the run's first `steps` steps, the groups below `next_group` have
-    been started, of which `unsettled` are still to be trained; their batches may have had another size. Groups before
-    the beginning of the run have negative numbers.
+    A set has weight 0 outside its steps. After the first `steps` steps, groups below `next_group` have started, of
+    which `unsettled` are still to be trained; their batches may have had another size. Groups before the start of the
+    run have negative numbers.
     """
     groups, first = config.batch.groups, next_group - unsettled
     sets = train_sets(config)
@@ -175,7 +175,7 @@ def weight_schedule(
 
 
 def own_temperatures(config: Config) -> dict[str, float]:
-    """Return the temperature of each set by name; empty if all sets have that of the section `sampling`."""
+    """Return the temperature of each set by name; {} if all have the section's."""
     if not config.data.sets:
         return {}
     found = {each.name: each.sampling.temperature for each in train_sets(config)}
@@ -183,19 +183,19 @@ def own_temperatures(config: Config) -> dict[str, float]:
 
 
 def _data(section: DataConfig, own: PromptSetConfig) -> DataConfig:
-    """Return the section `data` of a run of one set. An empty system prompt takes the section's away."""
+    """Return the section `data` of a run of one set. An empty system prompt removes the section's."""
     changes = {name: value for name in _ROW_FIELDS if (value := getattr(own, name)) is not None}
     if own.system_prompt is not None:
         changes["system_prompt"] = own.system_prompt or None
     for name in ("demonstration_field", "teacher"):
-        chosen = getattr(own, name, "")  # nothing is learnt from held-out problems
+        chosen = getattr(own, name, "")  # held-out sets have neither
         if chosen is not None:
             changes[name] = chosen or None
     return section.model_copy(update=changes)
 
 
 def _reward(section: RewardConfig, own: PromptSetConfig) -> RewardConfig:
-    """Return the section `reward` of a run of one set. Arguments belong to a function and are inherited with it."""
+    """Return the section `reward` of a run of one set. Arguments are inherited together with their function."""
     changes = _given({"function": own.reward.function, "kwargs": own.reward.kwargs})
     if own.reward.function is not None:
         changes.setdefault("kwargs", {})
@@ -211,7 +211,7 @@ def _given(values: dict[str, object]) -> dict[str, object]:
 
 
 def data_problems(config: Config) -> Iterator[str]:
-    """Yield the mistakes in the lists of sets, as `key: what is wrong; how to fix it`."""
+    """Yield the mistakes in the lists of sets, as `key: problem; fix`."""
     data = config.data
     if data.path is None and not data.sets:
         yield "data.path: required; give a JSONL or Parquet file, or several in data.sets"
@@ -276,7 +276,7 @@ def _schedule_problems(config: Config) -> Iterator[str]:
             )
 
 
-# Arguments of `apply_chat_template` that decide what is encoded; the others are variables of the template.
+# Arguments of `apply_chat_template` itself; all others are variables of the template.
 _NO_TEMPLATE_VARIABLES = (
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "padding",
     "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",

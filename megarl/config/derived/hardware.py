@@ -1,4 +1,4 @@
-"""Lists this machine's GPUs by NVIDIA's management library (NVML), without torch, a process or a CUDA context."""
+"""Lists this machine's GPUs through NVIDIA's management library (NVML), without torch, a process or a CUDA context."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Memory(ctypes.Structure):
 
 @functools.cache
 def local_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA would see; none without a driver or if CUDA_VISIBLE_DEVICES is empty."""
+    """Return the GPUs that CUDA would see; () without a driver or if CUDA_VISIBLE_DEVICES is empty."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -42,9 +42,9 @@ def local_gpus() -> tuple[Gpu, ...]:
 
 
 def visible_gpus(nvml: ctypes.CDLL, count: int, visible: str | None) -> tuple[Gpu, ...]:
-    """Return those of `count` GPUs that CUDA_VISIBLE_DEVICES=`visible` leaves, by index, UUID or a UUID's beginning.
+    """Return which of `count` GPUs CUDA_VISIBLE_DEVICES=`visible` selects, by index, UUID or prefix of a UUID.
 
-    As CUDA does, it ignores what follows the first entry that names no GPU. A part of a GPU (MIG) has its own memory.
+    Like CUDA, it ignores everything after the first invalid entry. A part of a GPU (MIG) has its own memory.
     """
     handles = [_handle(nvml.nvmlDeviceGetHandleByIndex_v2, index) for index in range(count)]
     if visible is None:

@@ -1,4 +1,4 @@
-"""Resolves `auto` in `algorithm.correction`, and lists which log-prob passes a step needs and when they may be made."""
+"""Resolves `auto` in `algorithm.correction`, and lists the log-prob passes of a step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megarl.queue.streams import OLD_LOGPROBS, REFERENCE_LOGPROBS
 def correction_of(config: Config) -> CorrectionSpec | None:
     """Return the correction inside the policy loss; None for none.
 
-    `auto` is none where groups are generated for the next step only: the staleness inside a step of several updates
-    is what PPO's own ratio corrects. With masks there is a correction in any case, perhaps without a weight. It holds
-    the masks whose tokens are counted; the others act before the updates (`rejection_of`).
+    `auto` is none if groups are generated for the next step only: PPO's ratio corrects the staleness inside a step of
+    several updates. Masks always give a correction, perhaps without a weight. It holds the masks whose tokens are
+    counted; others are applied before the updates (`rejection_of`).
     """
     section = config.algorithm.correction
     correction = _whole_correction(section, pace_of(config).runs_ahead)
@@ -27,7 +27,7 @@ def correction_of(config: Config) -> CorrectionSpec | None:
 
 
 def rejection_of(config: Config) -> CorrectionSpec | None:
-    """Return the correction with the masks that take tokens out of the samples before the updates; None for none."""
+    """Return the correction whose masks remove tokens from the samples before the updates; None for none."""
     section = config.algorithm.correction
     return _whole_correction(section, pace_of(config).runs_ahead) if _rejects_before_updates(section) else None
 
@@ -51,7 +51,7 @@ def interpolates_proximal(correction: CorrectionSpec | None) -> bool:
 
 
 def correction_problems(config: Config) -> Iterator[str]:
-    """Yield the problems of `algorithm.correction` and of `algorithm.old_logprobs` alongside it."""
+    """Yield the problems of `algorithm.correction`, also with `algorithm.old_logprobs`."""
     section = config.algorithm.correction
     yield from section_problems(section)
     if section.proximal == "loglinear":
@@ -66,10 +66,10 @@ def correction_problems(config: Config) -> Iterator[str]:
 
 
 def recomputes_old_logprobs(config: Config) -> bool:
-    """Return whether the trainer computes the old log-probs in a pass of its own before the updates of a step.
+    """Return whether the trainer computes the old log-probs in a separate pass before a step's updates.
 
-    With a correction they are those of the weights before the first update. If there is only one, its own forward pass
-    gives them, unless masks have to be known before it.
+    With a correction they are those of the weights before the first update. A single update gets them from its forward
+    pass, unless masks must be known before.
     """
     if config.algorithm.old_logprobs == "trainer" or _rejects_before_updates(config.algorithm.correction):
         return True
@@ -78,21 +78,21 @@ def recomputes_old_logprobs(config: Config) -> bool:
 
 
 def logprob_passes(config: Config) -> list[str]:
-    """Return the streams of which each is computed in a pass of its own before the updates of a step, in order."""
+    """Return the streams that are each computed in a separate pass before a step's updates, in order."""
     old = [OLD_LOGPROBS] if recomputes_old_logprobs(config) else []
     return old + ([REFERENCE_LOGPROBS] if config.needs_reference else [])
 
 
 @dataclass(frozen=True)
 class TeacherPass:
-    """A pass of the trainer over the samples of some data sets, for the log-probs of one teacher."""
+    """A trainer pass over the samples of some data sets, for one teacher's log-probs."""
 
     teacher: str
     datasets: frozenset[str]
 
 
 def teacher_passes(config: Config) -> list[TeacherPass]:
-    """Return the passes of the teachers that the trainer's ranks hold, in order."""
+    """Return the passes of the teachers on the trainer's ranks, in order."""
     by_set = teachers_by_set(config).items()
     return [
         TeacherPass(each.name, frozenset(name for name, own in by_set if own == each))

@@ -1,4 +1,4 @@
-"""Assigns GPUs and nodes to the trainer and the rollout pool, from the config only."""
+"""Assigns GPUs and nodes to the trainer and the rollout pool, only from the config."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from megarl.config.schema import Config, ParallelConfig, RolloutConfig, TrainerC
 from megarl.config.schema.algorithm import TeacherConfig
 from megarl.models.megatron.layout import Layout
 
-# The trainer's parallel layout, made from the config.
-
 
 def trainer_layout(parallel: ParallelConfig, gpus: int) -> Layout:
-    """Return the layout of `gpus` trainer ranks under `trainer.parallel`; raises ValueError like `Layout`."""
+    """Return the layout of `gpus` trainer ranks under `trainer.parallel`. Raises ValueError like `Layout`."""
     return Layout(
         tensor=parallel.tensor,
         context=parallel.context,
@@ -48,10 +46,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Pools:
-    """The GPUs of both sides; `shared` is true if they are on the same nodes.
-
-    Their devices are disjoint there, unless they take turns on them (`rollout.share_gpus`).
-    """
+    """The GPUs of both sides; `shared`: on the same nodes, where devices are disjoint unless `rollout.share_gpus`."""
 
     trainer: Pool
     rollout: Pool
@@ -64,14 +59,14 @@ class Pools:
 
 
 def most_replicas(rollout: RolloutConfig) -> int:
-    """Return the number of engines for which the rollout nodes have places."""
+    """Return the number of engines for which the rollout nodes have room."""
     return rollout.max_replicas or rollout.replicas
 
 
 def engines_per_node(pool: Pool, rollout: RolloutConfig, teachers: Sequence[TeacherConfig]) -> int:
-    """Return the number of engines, teachers' included, for which a node of the rollout `pool` has places.
+    """Return the number of engines, including teachers', for which a node of the rollout `pool` has room.
 
-    On several nodes all engines have as many GPUs each, or share each of them by two.
+    On several nodes all engines have equally many GPUs, or share each GPU in pairs.
     """
     if pool.nodes == 1:
         return most_replicas(rollout) + sum(each.replicas for each in engine_teachers(teachers))
@@ -79,7 +74,7 @@ def engines_per_node(pool: Pool, rollout: RolloutConfig, teachers: Sequence[Teac
 
 
 def resolve_pools(config: Config) -> Pools:
-    """Return the devices of both pools; raises ConfigError for sizes and devices that do not fit together."""
+    """Return the devices of both pools. Raises ConfigError for sizes and devices that do not fit together."""
     trainer, rollout = config.trainer, config.rollout
     problems: list[str] = []
     if most_replicas(rollout) < rollout.replicas:
@@ -88,7 +83,7 @@ def resolve_pools(config: Config) -> Pools:
             "or remove it"
         )
     t_per_node = _per_node("trainer", trainer.gpus, trainer.gpus_per_node, trainer.devices, problems)
-    # Those kept for later engines and those of the teachers' engines are included.
+    # Including GPUs for later engines and for the teachers' engines.
     r_total = most_replicas(rollout) * rollout.tensor_parallel
     r_total += sum(
         each.replicas * each.tensor_parallel for each in engine_teachers(config.teachers) if each.gpu_share is None
@@ -125,7 +120,7 @@ def resolve_pools(config: Config) -> Pools:
 
 
 def _share_problems(nodes: int, t_per_node: int, r_total: int, r_per_node: int) -> Iterator[str]:
-    """Yield why engines of `r_total` GPUs cannot be on those of the trainer."""
+    """Yield why engines with `r_total` GPUs cannot share the trainer's."""
     if r_total > nodes * t_per_node or r_per_node * nodes != r_total:
         yield (
             f"rollout.share_gpus: engines of {r_total} GPUs (rollout.replicas x rollout.tensor_parallel) cannot be "
@@ -137,9 +132,9 @@ def _share_problems(nodes: int, t_per_node: int, r_total: int, r_per_node: int) 
 def _engine_sizes(
     own: int, teachers: Sequence[TeacherConfig], node_size: int, per_node: int, total: int
 ) -> Iterator[str]:
-    """Yield the engines that do not fit into nodes of `node_size` GPUs, `per_node` of them in use of `total` in all.
+    """Yield the engines that do not fit into nodes of `node_size` GPUs, of which `per_node` are used (`total` in all).
 
-    `own`: the GPUs of an engine of the policy.
+    `own`: GPUs of an engine of the policy.
     """
     if own > node_size:
         yield (
@@ -195,7 +190,7 @@ def _shared(trainer: TrainerConfig, rollout: RolloutConfig) -> bool:
 def _devices(
     t_listed: list[int] | None, r_listed: list[int] | None, shared: bool, t_size: int, r_size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (trainer's, rollout's) devices: the listed ones, else the lowest indices that the other has not."""
+    """Return (trainer's, rollout's) devices: the listed ones, else the lowest indices that the other lacks."""
     taken = set(r_listed or ()) if shared else set()
     t_devices = tuple(t_listed) if t_listed is not None else _lowest(t_size, taken)
     taken = set(t_devices) if shared else set()

@@ -1,8 +1,7 @@
 """The numbers behind the modes of the `admission` section: how far generation may run ahead of training.
 
-All numbers count optimizer updates, and so does the version of the policy's weights: each step of the history has
-advanced it by `trainer.mini_batches`. A step advances it by that number even if it makes fewer updates, because all
-groups of the step were filtered, or all samples of a mini-batch masked.
+All numbers count optimizer updates, and so does the version of the policy's weights: each step advances it by
+`trainer.mini_batches`, even if it makes fewer updates because groups were filtered or samples masked.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from megarl.config.schema.job import CheckpointConfig
 class Pace:
     """The relation of generation to training.
 
-    `updates_per_step`: the most optimizer updates per step, by which a step advances the version (>= 1).
-    `sync_interval`: updates from one publication of the weights to the next, a multiple of `updates_per_step`.
-    `max_staleness`: the most updates between the weights of the oldest token of a trajectory and the weights of the
-    update that trains it.
-    `in_turns`: engines generate while the trainer waits, and nothing for steps after the next publication.
+    `updates_per_step`: optimizer updates per step (>= 1), by which a step advances the version. `sync_interval`:
+    updates between publications of the weights, a multiple of `updates_per_step`. `max_staleness`: the most updates
+    between the weights of a trajectory's oldest token and the update that trains it. `in_turns`: engines generate while
+    the trainer waits, and nothing for steps after the next publication.
     """
 
     updates_per_step: int = 1
@@ -35,19 +33,18 @@ class Pace:
     def __post_init__(self) -> None:
         if self.updates_per_step < 1 or self.sync_interval < 1 or self.sync_interval % self.updates_per_step:
             raise ValueError(f"sync_interval must be a positive multiple of updates_per_step: {self!r}")
-        # With a lower bound, nothing could be generated for the last step before a publication: the run would wait
-        # forever.
+        # Otherwise nothing could be generated for the last step before a publication: the run would wait forever.
         if self.max_staleness < self.sync_interval - 1:
             raise ValueError(f"max_staleness must be at least sync_interval - 1: {self!r}")
 
     def __str__(self) -> str:
-        """Return when the weights are published, and how old a token may get, for people."""
+        """Return as text when weights are published and how old tokens may get."""
         every, oldest = (f"{n} update{'s' * (n != 1)}" for n in (self.sync_interval, self.max_staleness))
         return f"publishes every {every.removeprefix('1 ')}, tokens at most {oldest} old"
 
     @property
     def runs_ahead(self) -> bool:
-        """True if groups are generated before an earlier step has trained: one version's tokens may be in two steps."""
+        """True if groups are generated before an earlier step has trained."""
         return self.steps_within_bound(0) >= 2
 
     @property
@@ -61,18 +58,18 @@ class Pace:
         return self.sync_interval // self.updates_per_step
 
     def steps_within_bound(self, updates: int) -> int:
-        """Return how many steps may contain a token that was sampled after `updates` updates of a history.
+        """Return how many steps may contain a token sampled after `updates` updates.
 
-        The last update of the n-th step has n * `updates_per_step` - 1 updates before it.
+        The last update of the n-th step follows n * `updates_per_step` - 1 updates.
         """
         return (updates + self.max_staleness + 1) // self.updates_per_step
 
     def publishes_after(self, steps_done: int) -> bool:
-        """Return whether the weights are published after the first `steps_done` steps of a history."""
+        """Return whether the weights are published after the first `steps_done` steps."""
         return steps_done * self.updates_per_step % self.sync_interval == 0
 
     def next_publication(self, steps_done: int) -> int:
-        """Return after how many steps of the history the weights are published next, `steps_done` being trained."""
+        """Return after how many steps the weights are published next, when `steps_done` are trained."""
         return (steps_done // self.steps_per_publication + 1) * self.steps_per_publication
 
 
@@ -93,9 +90,9 @@ def pace_of(config: Config) -> Pace:
 
 
 def refill_groups(config: Config) -> int:
-    """Return the most groups without signal that rollout may replace before a step; 0 without dynamic sampling.
+    """Return how many groups without signal rollout may replace before a step; 0 without dynamic sampling.
 
-    Where all steps up to a publication are generated before the first of them is taken, those of all.
+    If all steps up to a publication are generated before the first is taken, it is for all of them.
     """
     if not config.admission.refill:
         return 0
@@ -113,7 +110,7 @@ def _sync_interval(section: AdmissionConfig, updates: int) -> int:
 
 
 def pace_notes(config: Config) -> Iterator[str]:
-    """Yield what a user should know about the section `admission` of a config that can run."""
+    """Yield notes for the user on the section `admission` of a valid config."""
     pace, updates = pace_of(config), config.trainer.mini_batches
     if config.run.deterministic and pace.overlaps:
         yield (
@@ -143,7 +140,7 @@ def pace_notes(config: Config) -> Iterator[str]:
 
 
 def pace_problems(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the section `admission`, each with its fix."""
+    """Yield the problems of the section `admission`."""
     section, updates = config.admission, config.trainer.mini_batches
     interval = _sync_interval(section, updates)
     if interval % updates:
@@ -183,18 +180,16 @@ def pace_problems(config: Config) -> Iterator[str]:
         )
 
 
-# The time after which a prompt group has to end.
-
-# Of `timeouts.generate_s`. The rest is for what loops do by themselves, the rewards and the queue: a trainer that has
-# waited for the group from its start gives up after `timeouts.generate_s`.
+# Of `timeouts.generate_s`, after which a trainer that has waited for a group from its start gives up. The rest is for
+# agent loops, rewards and the queue.
 DEFAULT_SHARE = 0.9
 
 
 def group_deadline_s(config: Config) -> float | None:
     """Return the seconds from a prompt group's start to its deadline; None if it has none.
 
-    By default a group has one where generation runs ahead. A step may there wait for a group that began long before,
-    while engines could serve younger ones; a straggler would hold the trainer as long as a response may take at all.
+    By default groups have one if generation runs ahead: otherwise a straggler that began long before could hold up the
+    trainer for the maximum time of a response.
     """
     rollout = config.rollout
     if rollout.on_group_deadline == "finish":
@@ -204,15 +199,12 @@ def group_deadline_s(config: Config) -> float | None:
     return rollout.group_deadline_s
 
 
-# Whether evaluations go on alongside training, and lists what is wrong with the section `evaluation`.
-
-
 def evaluates_alongside_training(config: Config) -> bool:
-    """Return whether the trainer goes on while an evaluation runs.
+    """Return whether the trainer continues during an evaluation.
 
-    By default it does where engines generate while the trainer works anyway: they would otherwise fill the queue and
-    stand still while it waits for the evaluation. Other runs evaluate between two steps, with all engines and exactly
-    one version, as do runs that need that.
+    By default it does if engines generate while the trainer works: otherwise they would fill the queue and then idle
+    until the evaluation ends. Other runs, and those that need it, evaluate between two steps, with all engines and
+    exactly one version.
     """
     if config.evaluation.concurrent is not None:
         return config.evaluation.concurrent
@@ -220,7 +212,7 @@ def evaluates_alongside_training(config: Config) -> bool:
 
 
 def evaluation_problems(section: EvaluationConfig, checkpoint: CheckpointConfig, run: RunConfig) -> Iterator[str]:
-    """Yield what is wrong with the section `evaluation`, each with its fix."""
+    """Yield the problems of the section `evaluation`."""
     if section.every and not section.sets:
         yield "evaluation.every: set, but evaluation.sets is empty; add a set or set it to 0"
     if section.concurrent:
@@ -230,7 +222,7 @@ def evaluation_problems(section: EvaluationConfig, checkpoint: CheckpointConfig,
 
 
 def _needs_one_version(checkpoint: CheckpointConfig, run: RunConfig) -> Iterator[str]:
-    """Yield the reasons why this run must evaluate between two steps."""
+    """Yield why this run must evaluate between two steps."""
     if checkpoint.keep_best is not None:
         yield "checkpoint.keep_best compares checkpoints by an evaluation that has ended when they are saved"
     if run.deterministic:

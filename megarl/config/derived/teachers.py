@@ -1,4 +1,4 @@
-"""The teachers of a run: which data set has which, the engines that they need, and what must fit before the start."""
+"""The teachers of a run: their data sets, their engines, and their vocabulary."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from megarl.config.schema import Config
 from megarl.config.schema.algorithm import DistillConfig, TeacherConfig
 from megarl.models.hf.model_files import hf_files
 
-SCORED_AT_ONCE = 64  # sequences, by each engine of a teacher
+SCORED_AT_ONCE = 64  # sequences per engine of a teacher
 
 
 def teachers_by_set(config: Config) -> dict[str, TeacherConfig]:
-    """Return the teacher of each data set that has one, by the name of the set ("" for `data.path`)."""
+    """Return the teacher of each data set that has one, by set name ("" for `data.path`)."""
     known = {each.name: each for each in config.teachers}
     return {each.name: known[each.teacher] for each in train_sets(config) if each.teacher in known}
 
 
 def distils_in_loss(teachers: Sequence[TeacherConfig], distill: DistillConfig) -> bool:
-    """Return whether the loss has a term of the KL to teachers."""
+    """Return whether the loss has a KL term to teachers."""
     return bool(teachers) and distill.where == "loss"
 
 
 def engine_teachers(teachers: Sequence[TeacherConfig]) -> list[TeacherConfig]:
-    """Return the teachers that have engines of their own, in the order of the config."""
+    """Return the teachers with engines, in the order of the config."""
     return [each for each in teachers if each.where == "engine"]
 
 
-# Taken from a teacher's share of a GPU, so that two engines of the policy, which take the rest each, never fit on one.
+# Subtracted from a teacher's share of a GPU, so that two engines of the policy never fit on one GPU.
 _LESS = 0.001
 
 
 def sharing_teachers(teachers: Sequence[TeacherConfig]) -> list[TeacherConfig]:
-    """Return the teachers whose engines are on the GPUs of the policy's engines, in the order of the config."""
+    """Return the teachers whose engines share the GPUs of the policy's engines, in the order of the config."""
     return [each for each in engine_teachers(teachers) if each.gpu_share is not None]
 
 
 def policy_gpus(config: Config) -> float:
-    """Return the GPUs that Ray gives an engine of the policy; less than 1 if a teacher's engine is on the same."""
+    """Return the GPUs that Ray gives an engine of the policy; less than 1 if it shares one with a teacher's."""
     share = max((each.gpu_share or 0.0 for each in sharing_teachers(config.teachers)), default=None)
     return config.rollout.tensor_parallel if share is None else round(1.0 - share + _LESS, 4)
 
@@ -52,12 +52,12 @@ def teacher_gpus(teacher: TeacherConfig) -> float:
 
 
 def trainer_teachers(teachers: Sequence[TeacherConfig]) -> list[TeacherConfig]:
-    """Return the teachers that the trainer's ranks hold, in the order of the config."""
+    """Return the teachers on the trainer's ranks, in the order of the config."""
     return [each for each in teachers if each.where == "trainer"]
 
 
 def engine_config(config: Config, teacher: TeacherConfig) -> Config:
-    """Return the config of a run whose engines are those of a teacher: they read its weights and never change them."""
+    """Return the config of a run whose engines are a teacher's: they load its weights and never change them."""
     rollout = config.rollout.model_copy(
         update={
             "replicas": teacher.replicas,
@@ -75,14 +75,14 @@ def engine_config(config: Config, teacher: TeacherConfig) -> Config:
 
 
 def scored_tokens(longest: int) -> int:
-    """Return the context of a teacher's engine for samples of `longest` tokens: vLLM generates one token more."""
+    """Return the context of a teacher's engine for samples of `longest` tokens: vLLM generates one more."""
     return longest + 1
 
 
 def vocabulary_difference(first: Path, second: Path) -> str:
     """Return how the tokens of two models differ; "" if every token has the same id in both.
 
-    Raises ValueError if one has no tokenizer that can be compared.
+    Raises ValueError if one has no comparable tokenizer.
     """
     ours, theirs = _vocabulary(first), _vocabulary(second)
     if ours == theirs:
@@ -95,7 +95,7 @@ def vocabulary_difference(first: Path, second: Path) -> str:
 
 
 def _vocabulary(path: Path) -> dict[str, int] | bytes:
-    """Return the ids of all tokens by their text, or the content of a SentencePiece model."""
+    """Return the ids of all tokens by text, or the content of a SentencePiece model."""
     files = hf_files(path)
     if (table := files / "tokenizer.json").is_file():
         content: dict[str, Any] = json.loads(table.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The training loss of a config: its terms, what each needs, and the default weights of a row's tokens."""
+"""The training loss of a config: its terms, the streams that they need, and the default weights of a row's tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megarl.queue.trajectory import Trajectory
 
 
 def objective_of(config: Config) -> Objective:
-    """Return the loss that the section `algorithm` describes. Raises ConfigError if it describes none."""
+    """Return the loss of the section `algorithm`. Raises ConfigError if it is invalid."""
     algorithm = config.algorithm
     return Objective(
         loss=loss_of(algorithm),
@@ -48,7 +48,7 @@ def _ref_kl(algorithm: AlgorithmConfig, distils: bool) -> dict[str, Any]:
 
 
 def needed_streams(config: Config, objective: Objective) -> list[str]:
-    """Return the streams without which the configured loss would fail, or would be another one."""
+    """Return the streams without which the configured loss would fail or be a different one."""
     return [
         ADVANTAGES,
         *([OLD_LOGPROBS] if objective.correction is None or recomputes_old_logprobs(config) else []),
@@ -59,9 +59,9 @@ def needed_streams(config: Config, objective: Objective) -> list[str]:
 
 
 def default_weights(config: Config, row: Trajectory) -> dict[str, list[float]]:
-    """Return the weights that the config gives to the tokens of a row which brings none, by their streams.
+    """Return the config's token weights for a row without its own, by stream.
 
-    A demonstration is in `ce` alone. With distillation in the loss, a row without a teacher is not in `ref_kl`.
+    A demonstration is only in `ce`. With distillation in the loss, a row without a teacher is not in `ref_kl`.
     """
     tokens = len(row.response_ids)
     if row.demonstrated:
@@ -76,5 +76,5 @@ def default_weights(config: Config, row: Trajectory) -> dict[str, list[float]]:
     return found
 
 
-# The values of a token's response mask that `algorithm.ce.tokens` stands for.
+# The response mask values that `algorithm.ce.tokens` selects.
 _CE_TOKENS = {"none": (), "observations": (0,), "sampled": (1,), "all": (0, 1)}

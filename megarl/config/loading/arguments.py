@@ -36,7 +36,7 @@ def add_all_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def mistake_printer(options: argparse.Namespace) -> Callable[[object], None] | None:
-    """Return the function that prints a wrong row, if these options have `--all-mistakes`."""
+    """Return the function that prints a wrong row, if the options have `--all-mistakes`."""
     return _print_line if options.all_mistakes else None
 
 
@@ -44,7 +44,7 @@ def _print_line(mistake: object) -> None:
     try:
         sys.stdout.write(f"{mistake}\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # its reader has seen enough, such as `head`; the others are still counted
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough; the rest is still counted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -73,7 +73,7 @@ def add_force_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def run_overrides(options: argparse.Namespace) -> list[str]:
-    """Return the overrides that these options of a training run mean, those of `--resume` and `--dump-batches` last."""
+    """Return the overrides of a training run's options; those of `--resume` and `--dump-batches` come last."""
     dump = ["telemetry.dump_batches=true"] if options.dump_batches else []
     resume = [f"checkpoint.resume={options.resume}"] if options.resume else []
     return [*options.overrides, *dump, *resume]

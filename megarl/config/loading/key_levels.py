@@ -1,4 +1,4 @@
-"""Which keys most runs set, `basic`, and all others, `expert`: the order in which keys are printed and documented."""
+"""The level of each key: `basic` if most runs set it, else `expert`. Basic keys are printed and documented first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BASIC = frozenset({
 
 
 def level(key: str) -> Literal["basic", "expert"]:
-    """Return the level of a dotted key; a section has that of its most basic key."""
+    """Return the level of a dotted key; a section has its most basic key's."""
     return "basic" if key in BASIC or any(each.startswith(f"{key}.") for each in BASIC) else "expert"
 
 

@@ -1,6 +1,6 @@
 """Reads YAML and `section.key=value` overrides into a `Config`; each error names the full key and the fix.
 
-Relative paths start at the current directory, wherever the YAML file is. Only `model.shape`, which the recipes have for
+Relative paths start at the current directory, wherever the YAML file is. Only `model.shape`, which recipes use for
 plans, is also looked for above the file.
 """
 
@@ -48,7 +48,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> object:
-    """Parse YAML text to plain values; raises ConfigError with the line of a syntax error or a repeated key."""
+    """Parse YAML text to plain values. Raises ConfigError with the line of a syntax error or a repeated key."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -59,7 +59,7 @@ def parse_yaml(text: str) -> object:
 def parse_override(text: str) -> tuple[list[str], object]:
     """Parse `section.key=value` to (["section", "key"], value as YAML); an empty value is None.
 
-    Raises ConfigError, which names the override, for any other form.
+    Raises ConfigError naming the override for any other form.
     """
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
@@ -74,7 +74,7 @@ def parse_override(text: str) -> tuple[list[str], object]:
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return a copy of `tree` with all overrides; missing sections are added, and later overrides win.
 
-    Raises ConfigError for an override inside a list or inside a value that is no section.
+    Raises ConfigError for an override inside a list or inside a value that is not a section.
     """
     tree = json.loads(json.dumps(tree, default=str))
     for text in overrides:
@@ -111,9 +111,8 @@ def _inside_list(path: list[str]) -> ConfigError:
 def load_config(path: Path | str, overrides: Sequence[str] = (), *, stored: bool = False) -> Config:
     """Read a YAML file, apply the overrides and validate each value.
 
-    `stored`: the file is RUN_DIR/config.yaml, perhaps of an earlier version; its keys that are gone are left out.
-
-    Raises ConfigError that lists every problem. Conditions on several sections are checked by `checks.check`.
+    `stored`: the file is RUN_DIR/config.yaml, perhaps of an earlier version; removed keys are dropped. Raises
+    ConfigError listing every problem. `checks.check` checks conditions on several sections.
     """
     path = Path(path)
     try:
@@ -132,7 +131,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), *, stored: bool
         raise ConfigError(error.problems, str(path)) from None
     if stored:
         tree = without_removed(tree)
-    changed = apply_overrides(tree, overrides)  # its errors name the override, and the file is innocent
+    changed = apply_overrides(tree, overrides)  # its errors name the override, not the file
     try:
         config = config_from_tree(changed)
     except ConfigError as error:
@@ -141,7 +140,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), *, stored: bool
 
 
 def _with_shape_of_checkout(model: ModelConfig, path: Path) -> ModelConfig:
-    """Return `model` with a relative `shape` that is not here as that of the nearest directory above `path`."""
+    """Return `model` with a missing relative `shape` resolved against the nearest directory above `path`."""
     shape = model.shape
     if shape is None or shape.is_absolute() or shape.exists():
         return model
@@ -150,7 +149,7 @@ def _with_shape_of_checkout(model: ModelConfig, path: Path) -> ModelConfig:
 
 
 def _with_origins(error: ConfigError, path: Path, tree: dict[str, Any], overrides: Sequence[str]) -> ConfigError:
-    """Return `error` with the override behind each problem that has one; the file is named if it has others."""
+    """Return `error` with the override that causes each problem; the file is named if there are others."""
     before = [_problems(tree, overrides[:count]) for count in range(len(overrides))]
     reported, of_file = [], False
     for problem in error.problems:
@@ -169,7 +168,7 @@ def _problems(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
 
 
 def config_from_tree(tree: dict[str, Any]) -> Config:
-    """Validate nested plain values, as read from YAML or JSON. Raises ConfigError that lists every problem."""
+    """Validate nested plain values, as read from YAML or JSON. Raises ConfigError listing every problem."""
     try:
         # Strict validation refuses "5" for 5 and true for 1; from JSON it accepts lists as tuples and strings as paths.
         return Config.model_validate_json(json.dumps(tree, default=str), strict=True)
@@ -178,7 +177,7 @@ def config_from_tree(tree: dict[str, Any]) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """Return the config as YAML, defaults included; `load_config` reads it back to an equal `Config`."""
+    """Return the config as YAML with defaults; `load_config` reads it back to an equal `Config`."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
 
 
@@ -190,7 +189,7 @@ def section_of(annotation: object) -> type[BaseModel] | None:
 
 
 def walk_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key of the schema, sections included."""
+    """Yield every dotted key of the schema, including sections."""
     for name, field in section.model_fields.items():
         yield prefix + name
         inner = section_of(field.annotation)
@@ -220,7 +219,7 @@ def suggest(key: str) -> str:
     )
 
 
-# What other trainers call a key, where neither its own name nor its section is like it.
+# Other trainers' names of keys, where megarl's name and section are not similar.
 USUAL_NAMES = {
     "learning_rate": "trainer.optimizer.lr",
     "num_generations": "batch.samples_per_group",
@@ -252,7 +251,7 @@ _TYPES = {
 
 
 def explain(detail: ErrorDetails, tree: Tree | None = None) -> str:
-    """Return one pydantic error as `key: what is wrong; how to fix it`; `tree`: the values of the whole config."""
+    """Return one pydantic error as `key: problem; fix`; `tree`: the values of the whole config."""
     key = ".".join(str(part) for part in detail["loc"])
     kind, value = detail["type"], detail["input"]
     context: dict[str, Any] = dict(detail.get("ctx") or {})

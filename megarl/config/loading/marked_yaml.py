@@ -1,7 +1,4 @@
-"""A config as YAML in which only what the user has set are lines; the defaults of each section are comments below.
-
-Basic keys come first.
-"""
+"""A config as YAML: lines for what the user has set, and comments with each section's defaults. Basic keys first."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ FROM_AUTO = "  # the plan's choice for auto"
 def marked_yaml(given: Config, resolved: Config, *, whole: bool = True) -> str:
     """Return YAML that `load_config` reads to a config with the values of `resolved`.
 
-    `given`: the config as it was loaded, which knows what its file and the overrides have set. A value that the plan
-    has chosen in place of `auto` is a line as well, and says so. `whole`: with the defaults.
+    `given`: the config as loaded, which knows what file and overrides set. Values that the plan chose for `auto` are
+    lines too, marked as such. `whole`: with the defaults.
     """
     return "".join(f"{line}\n" for line in _lines(given, resolved, whole))
 
 
 def _lines(given: BaseModel, resolved: BaseModel, whole: bool, prefix: str = "") -> Iterator[str]:
-    """Yield the lines of a section: what is set, and comments with the defaults of everything else, if `whole`.
+    """Yield the lines of a section: what is set and, if `whole`, comments with all other defaults.
 
     `prefix`: the section's key and a dot.
     """

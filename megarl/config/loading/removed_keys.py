@@ -1,4 +1,4 @@
-"""Keys that configs of earlier versions could have, and verl's names: each is refused with what to do instead."""
+"""Keys of earlier versions, and verl's names: each is refused with advice."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megarl.config.schema import DEFAULT_INTERVAL
 Tree = Mapping[str, Any]  # a config's plain values
 CLIPS = ("clip_low", "clip_high", "clip_dual")
 
-Advice = str | Callable[[Tree], str]  # a function computes what to write from the values of the config
+Advice = str | Callable[[Tree], str]  # a function computes what to write from the config's values
 
-# By dotted key, without the places in lists. A removed section is one row: the keys below it are not looked at.
+# By dotted key, without list indices. A removed section is one row, which covers the keys below it.
 REMOVED: dict[str, Advice] = {
     "door": "write gateway, whose keys are the same",
     "trainer.compile_logprobs": "remove it: GPUs compile the log-prob head, and run it uncompiled where that fails",
@@ -64,23 +64,20 @@ REMOVED: dict[str, Advice] = {
 
 
 def advice_on(key: str, tree: Tree) -> str | None:
-    """Return what to do instead of setting `key`, a dotted key without places in lists; None if nothing is known.
-
-    `tree`: the values of the whole config.
-    """
+    """Return advice on `key`, a dotted key without list indices, or None; `tree`: the values of the whole config."""
     advice = REMOVED.get(key)
     if advice is None and (advice := VERL.get(key.rpartition(".")[2])) is None:
         return None
     try:
         return advice(tree) if callable(advice) else advice
-    except (ArithmeticError, LookupError, TypeError, ValueError):  # the value is none that the key could have
+    except (ArithmeticError, LookupError, TypeError, ValueError):  # not a value that the key could have
         return "docs/coming-from.md has a table of verl's names"
 
 
 def without_removed(tree: Tree) -> dict[str, Any]:
-    """Return a config that an earlier version has written, with all its defaults, without the keys that are gone.
+    """Return a config written by an earlier version without removed keys.
 
-    Bounds of the policy loss become options of the loss: a resumed run trains with the same ones.
+    Bounds of the policy loss become options of the loss, so that a resumed run trains with the same ones.
     """
     kept, algorithm = _without_removed(tree), _section(tree, "algorithm")
     if clips := {name: algorithm[name] for name in CLIPS if algorithm.get(name) is not None}:
@@ -124,7 +121,7 @@ def _old_logprobs(tree: Tree) -> str:
 
 
 def _weight(tree: Tree) -> str:
-    """Name the weight by verl's kind, and by its threshold: one bound, or two as "low_high"."""
+    """Translate verl's kind of weight and its threshold: one bound, or two as "low_high"."""
     kind, threshold = _given(tree, "rollout_is"), _given(tree, "rollout_is_threshold")
     low, banded, high = str(threshold).partition("_")
     kinds = {"token": ("token_tis", "icepop"), "sequence": ("sequence_tis", "sequence_mis"), "None": ("none", "none")}
@@ -139,7 +136,7 @@ def _weight(tree: Tree) -> str:
 
 
 def _masks(tree: Tree) -> str:
-    """Name the masks: verl's kinds and bounds are strings with commas, and a bound may be two, as "low_high"."""
+    """Translate verl's masks: comma-separated kinds and bounds, each one bound or two as "low_high"."""
     kinds = [kind.strip() for kind in str(_given(tree, "rollout_rs")).split(",")]
     bounds = [bound.strip() for bound in str(_given(tree, "rollout_rs_threshold")).split(",")]
     masks = []
@@ -150,7 +147,7 @@ def _masks(tree: Tree) -> str:
 
 
 def _sync_interval(tree: Tree) -> int:
-    """Return the updates from one publication to the next that verl's names, or megarl's own, stand for."""
+    """Return the updates between publications, from verl's names or megarl's."""
     own, fetches, required = (
         _count(_given(tree, name)) for name in ("sync_interval", "trigger_parameter_sync_step", "require_batches")
     )
@@ -169,7 +166,7 @@ def _count(value: object) -> int | None:
 
 
 def _given(tree: Tree, name: str) -> object:
-    """Return the value of a name in the sections where verl's names are looked for; None if it has none."""
+    """Return the value of a name in the sections that may have verl's names, or None."""
     algorithm = _section(tree, "algorithm")
     sections = (_section(tree, "admission"), algorithm, _section(algorithm, "correction"))
     return next((section[name] for section in sections if name in section), None)
@@ -184,7 +181,7 @@ def _flow(value: object) -> str:
     return json.dumps(value).replace('"', "")
 
 
-# verl's names (0.9.1), wherever they stand. Those that are keys of megarl too are not among them.
+# verl's names (0.9.1) in any section, except those that are also megarl's keys.
 VERL: dict[str, Advice] = {
     "trigger_parameter_sync_step": _interval,
     "staleness_threshold": _staleness,

@@ -1,7 +1,7 @@
 """Checks names and types of passed fields against Megatron-Core's dataclasses, which are imported only for that.
 
 `megatron.transformer`, `.optimizer` and `.ddp` pass fields by name. Unknown names, wrong types and fields that megarl
-sets itself are refused.
+sets are refused.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from megarl.config.megatron.reserved import RESERVED, Target
 
 @functools.cache
 def megatron_class(target: Target) -> type[Any]:
-    """Return the dataclass that takes the target's fields; raises ValueError if megatron-core is not installed."""
+    """Return the dataclass of the target's fields. Raises ValueError if megatron-core is not installed."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about what a machine without GPUs lacks
+            warnings.simplefilter("ignore")  # about missing GPU packages
             from megatron.core.distributed import DistributedDataParallelConfig
             from megatron.core.optimizer import OptimizerConfig
             from megatron.core.transformer import TransformerConfig
@@ -49,7 +49,7 @@ def fields(target: Target) -> Mapping[str, Any]:
 
 
 def problem(target: Target, name: str, value: object) -> str | None:
-    """Return the problem of `megatron.TARGET.NAME = value` with its fix, or None if there is none."""
+    """Return the problem of `megatron.TARGET.NAME = value` with its fix, or None."""
     key = f"megatron.{target}.{name}"
     if name in RESERVED[target]:
         return f"{key}: reserved; {RESERVED[target][name]}"

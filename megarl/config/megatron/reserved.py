@@ -1,4 +1,4 @@
-"""Fields of Megatron's configs that megarl sets itself, each with the reason or the key to use instead."""
+"""Fields of Megatron's configs that megarl sets, each with the reason or the key to use instead."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from typing import Any, Literal
 
 from megarl.config.schema import MegatronConfig, Recompute, TrainerConfig
 
-# Fields of Megatron's configs for which megarl has other defaults than Megatron-Core; passed fields replace them.
-
 
 def ddp_fields(trainer: TrainerConfig, megatron: MegatronConfig) -> dict[str, Any]:
-    """Return the fields of DistributedDataParallelConfig: megarl's defaults, replaced by those of `megatron.ddp`.
+    """Return the fields of DistributedDataParallelConfig: megarl's defaults, overridden by `megatron.ddp`.
 
-    Gradients are summed in fp32. Their reduction overlaps the backward pass, and with the distributed optimizer the
-    gather of new weights overlaps the next forward pass. Megatron-Core allows the first with both optimizers,
-    the second only together with the first and with the distributed one (param_and_grad_buffer.py:272, 318).
+    Gradients are summed in fp32. Their reduction overlaps the backward pass; with the distributed optimizer, gathering
+    the new weights overlaps the next forward pass. Megatron-Core allows the second overlap only with the first and the
+    distributed optimizer (param_and_grad_buffer.py:272, 318).
     """
     passed, distributed = megatron.ddp, trainer.optimizer.distributed
     reduces = bool(passed.get("overlap_grad_reduce", True))
@@ -28,18 +26,17 @@ def ddp_fields(trainer: TrainerConfig, megatron: MegatronConfig) -> dict[str, An
 
 
 def transformer_fields(trainer: TrainerConfig, megatron: MegatronConfig) -> dict[str, Any]:
-    """Return the fields of TransformerConfig: those of `trainer.recompute`, replaced by `megatron.transformer`."""
+    """Return the fields of TransformerConfig: those of `trainer.recompute`, overridden by `megatron.transformer`."""
     return {**_recompute_fields(trainer.recompute), **megatron.transformer}
 
 
 def passes_recompute(megatron: MegatronConfig) -> bool:
-    """Return whether `megatron.transformer` decides about recomputation, so that `trainer.recompute` does not."""
+    """Return whether `megatron.transformer`, not `trainer.recompute`, decides about recomputation."""
     return any(name.startswith("recompute_") for name in megatron.transformer)
 
 
 def _recompute_fields(recompute: Recompute) -> dict[str, Any]:
-    """Return Megatron's fields; an unresolved `auto` recomputes nothing (megarl/config/memory_plan/memory.py
-    resolves it)."""
+    """Return Megatron's fields. An unresolved `auto` recomputes nothing (config/memory_plan/memory.py resolves it)."""
     if recompute in ("auto", "none"):
         return {}
     if recompute == "selective":
@@ -143,7 +140,7 @@ RESERVED: dict[Target, dict[str, str]] = {
     "ddp": _DDP,
 }
 
-# Kernels and communication that exist on GPUs only: refused where the run would use no GPU.
+# Kernels and communication that exist only on GPUs: refused for runs without one.
 GPU_ONLY: dict[Target, frozenset[str]] = {
     "transformer": frozenset(
         _each(

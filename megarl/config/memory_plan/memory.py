@@ -1,4 +1,4 @@
-"""Estimates the memory per GPU of both pools by named terms, and chooses by that what `auto` stands for. Pure."""
+"""Estimates the memory per GPU of both pools by named terms, and resolves `auto` from it. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megarl.models.architecture.architecture import DeltaNet, ModelInfo
 # NCCL communicator, of which a trainer rank has up to ten; an engine has fewer, and CUDA graphs instead.
 TRAINER_OVERHEAD = 5 * GIB
 ENGINE_OVERHEAD = 4 * GIB
-# Rows of the experts of the most loaded rank relative to the mean, over all layers of a micro-batch. An estimate.
+# Expert rows of the most loaded rank relative to the mean, over all layers of a micro-batch. An estimate.
 EXPERT_LOAD = 1.25
 ENGINE_BATCHED_TOKENS = 8192  # vLLM's default max_num_batched_tokens on large GPUs
 
@@ -31,7 +31,7 @@ SYNC_BUCKETS = 5  # the size of a trainer rank's buffers for them, in buckets
 ENGINE_SYNC_BUCKETS = 3  # that of an engine worker
 FREE = 0.1  # share of the device memory that the plan must leave
 TOKENS_STEP = 1024
-# Larger micro-batches of a rank gain nothing measurable: their matrices fill a GPU long before.
+# Larger micro-batches gain nothing measurable: smaller ones fill a GPU.
 MOST_TOKENS = 65536
 UNKNOWN_MEMORY_TOKENS = 8192
 
@@ -54,12 +54,12 @@ class Memory:
     limit: int | None
 
     def total(self, phase: str) -> int:
-        """Return the bytes of one phase, permanent terms included."""
+        """Return the bytes of one phase, including permanent terms."""
         return sum(term.bytes for term in self.terms if term.when in ("always", phase))
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The phases that have terms of their own; `always` if there is none."""
+        """The phases with their own terms; `always` if there are none."""
         return tuple(dict.fromkeys(term.when for term in self.terms if term.when != "always")) or ("always",)
 
     @property
@@ -97,7 +97,7 @@ class Device:
 
 
 def trainer_memory(rank: TrainerRank, device: Device) -> Memory:
-    """Return the memory of the trainer rank that needs most, over all pipeline stages."""
+    """Return the memory of the trainer rank that needs most, of all pipeline stages."""
     stages = (_stage_memory(rank, device, stage) for stage in range(rank.layout.pipeline))
     return max(stages, key=lambda memory: memory.peak)
 
@@ -135,10 +135,9 @@ def _stage_memory(rank: TrainerRank, device: Device, stage: int) -> Memory:
 
 
 def _frozen_models(found: Sequence[tuple[FrozenModel, TrainerRank]], stage: int, cuda: bool) -> Iterator[Term]:
-    """Yield the weights of the reference policy and of the teachers that the trainer's ranks hold.
+    """Yield the weights of the reference policy and of the teachers on the trainer's ranks.
 
-    `found`: each with the rank of its model. Of those in host memory, one is on the device at a time: the plan counts
-    the largest.
+    `found`: each with the rank of its model. Models in host memory are on the device one at a time: the largest counts.
     """
     sized = [(each.placement, each.name, _raw_weights(rank, stage)) for each, rank in found]
     kept = [(name, size) for where, name, size in sized if not cuda or where == "gpu"]
@@ -158,8 +157,8 @@ def _raw_weights(rank: TrainerRank, stage: int) -> int:
 def _built_buckets(sync: WeightSyncConfig, rank: TrainerRank) -> int:
     """Return the bytes of a trainer rank's buffers for buckets, which are kept between syncs.
 
-    They are two for its own buckets, one for those of others, and two more: the messages of gathers, and the
-    whole rows of a piece that is cut inside a row. None is larger than the whole model.
+    Two are for its own buckets, one for those of others, one for the messages of gathers, and one for the whole rows of
+    a piece that is cut inside a row. None is larger than the model.
     """
     whole = model_parameters(rank.info)[0] * rank.element
     bucket = min(int(sync.bucket_mb * MIB), whole)
@@ -167,13 +166,13 @@ def _built_buckets(sync: WeightSyncConfig, rank: TrainerRank) -> int:
 
 
 def _largest_tensor(rank: TrainerRank) -> int:
-    """Return the bytes of the largest Hugging Face tensor, which an export gathers as a whole."""
+    """Return the bytes of the largest Hugging Face tensor, which an export gathers whole."""
     info = rank.info
     return max(info.vocab_size, info.ffn, info.heads * info.head_dim) * info.hidden * rank.element
 
 
 def forward_bytes(rank: TrainerRank) -> float:
-    """Return the bytes that live at one time while a micro-batch runs through the widest layer without gradients."""
+    """Return the peak bytes of a micro-batch in the widest layer without gradients."""
     return max(map(rank.forward_per_token, range(rank.info.num_layers))) * rank.tokens
 
 
@@ -208,7 +207,7 @@ def engine_memory(
     states = rollout.max_num_seqs * _delta_state(info.delta, element) // ranks if info.delta else 0
     if states:
         terms.append(Term("DeltaNet states", states, note=f"of {rollout.max_num_seqs} requests"))
-    # vLLM does not know of these two: they come on top of its share of the memory.
+    # vLLM does not know these two: they are in addition to its share of the memory.
     bucket = min(int(config.weight_sync.bucket_mb * MIB), weights)
     terms.append(Term("sync buckets", ENGINE_SYNC_BUCKETS * bucket, "sync"))
     terms.append(Term("reload", _reloaded(info, ranks) * element, "sync"))
@@ -226,33 +225,30 @@ def engine_memory(
 
 
 def _delta_state(delta: DeltaNet, element: int) -> int:
-    """Return the bytes that an engine keeps of a request in all DeltaNet layers, whatever its length."""
+    """Return the bytes that an engine keeps per request in all DeltaNet layers, whatever its length."""
     convolution = (delta.conv - 1) * (2 * delta.keys + delta.values) * element
     return sum(delta.layers) * (delta.state * FP32 + convolution)
 
 
 def _cached_channels(info: ModelInfo, ranks: int) -> int:
-    """Return the elements that one layer caches per token on one rank.
-
-    Latent attention caches the latent, in full on every rank.
-    """
+    """Return the elements that one layer caches per token on one rank; every rank caches the whole MLA latent."""
     if info.mla:
         return info.mla.kv_rank + info.mla.rotated
     return 2 * max(1, info.kv_heads // ranks) * info.head_dim
 
 
 def _engine_working_set(info: ModelInfo, ranks: int) -> float:
-    """Return the elements per batched token that exist at the same time in one layer's forward pass."""
+    """Return the most elements per batched token at a time in one layer's forward pass."""
     width = info.moe_ffn * info.topk if info.num_experts else info.ffn
     return 4 * info.hidden + 3 * max(info.heads * info.head_dim, width) / ranks
 
 
 def _reloaded(info: ModelInfo, ranks: int) -> int:
-    """Return the elements that vLLM's layer-wise reload holds alongside the model, for the largest of its modules.
+    """Return the elements that vLLM's layer-wise reload holds in addition to the model, for its largest module.
 
-    It keeps the loaded tensors of a module, which are whole, until the last of them has arrived, and then makes the
-    module's shard from them (vLLM 0.32, model_executor/model_loader/reload). A layer's experts are one module of three
-    matrices each; gate and up projection of a dense layer are another.
+    It keeps a module's whole tensors until the last one arrives, and then makes the module's shard from them (vLLM
+    0.32, model_executor/model_loader/reload). A layer's experts, three matrices each, are one module; gate and up
+    projection of a dense layer are another.
     """
     dense = 2 * info.ffn * info.hidden
     experts = (info.num_experts or 0) * 3 * info.moe_ffn * info.hidden
@@ -264,8 +260,8 @@ def resolve_auto(rank: TrainerRank, device: Device, longest: int) -> TrainerRank
     """Return `rank` with a value for each `auto` under `trainer`. `longest`: tokens of the longest sample.
 
     Recomputation is the cheapest that leaves a tenth of the memory free: none, selective, the first n layers of each
-    stage (the smallest n), all layers. A micro-batch gets the most tokens that leave as much with that recomputation,
-    and at least the longest sample. Without a GPU nothing is recomputed; on GPUs of unknown memory every layer is.
+    stage (the smallest n), or all layers. With it, a micro-batch gets the most tokens that leave as much free, and at
+    least the longest sample. CPUs recompute nothing; GPUs with unknown memory recompute every layer.
     """
     wants_tokens = rank.trainer.micro_batch_tokens == "auto"
     if wants_tokens:
@@ -283,7 +279,7 @@ def resolve_auto(rank: TrainerRank, device: Device, longest: int) -> TrainerRank
 def most_tokens(rank: TrainerRank, device: Device) -> int | None:
     """Return the most tokens of a micro-batch that leave a tenth of the memory free, in steps of TOKENS_STEP.
 
-    It is at least `trainer.micro_batch_tokens`. None if even that does not fit, or if the memory is unknown.
+    At least `trainer.micro_batch_tokens`; None if even that does not fit or the memory is unknown.
     """
     least = rank.trainer.token_limit
 
@@ -299,7 +295,7 @@ def most_tokens(rank: TrainerRank, device: Device) -> int | None:
 
 
 def _cheapest(layers: int, device: Device, fits: Callable[[Recompute], bool]) -> Recompute:
-    """Return the cheapest recomputation that fits; `layers`: of each stage or chunk."""
+    """Return the cheapest recomputation that fits; `layers`: per stage or chunk."""
     if device.limit is None:
         return "full" if device.cuda else "none"
     if fits("none"):

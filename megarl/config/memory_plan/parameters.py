@@ -1,13 +1,11 @@
-"""The parameters of each trainer rank, the bytes of their state, and what a forward pass keeps for its backward pass.
+"""The parameters of each trainer rank, the bytes of their state, and the activations kept for the backward pass.
 
-Only sizes are computed. They follow Megatron-Core's modules and optimizers; tests compare them with models that
-are really built.
+Sizes follow Megatron-Core's modules and optimizers; tests compare them with real models.
 
-Activations are counted by the tensors that Megatron-Core's modules save. There are two kinds of model: `fused` is
-Transformer Engine's layer spec (GPUs), the other kind uses Megatron's own modules with megarl's RMSNorm and packed
-attention, on a CPU (in fp32 on a GPU its norms keep one tensor more). Sizes are per packed token, and the experts are
-assumed to be evenly loaded. Tests compare the unfused kind with the tensors that autograd saves; the fused kind is
-derived from the source only.
+Activations are the tensors that Megatron-Core's modules save, per packed token, with evenly loaded experts. `fused`
+models use Transformer Engine's layer spec (GPUs); others use Megatron's modules with megarl's RMSNorm and packed
+attention on a CPU (in fp32 on a GPU their norms keep one more tensor). Tests compare the unfused kind with the tensors
+that autograd saves; the fused kind is derived from source code only.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.layout import Layout
 
 FP32 = 4
-CHUNK_ROWS = 1.25  # rows of the delta rule's chunks per token, as sequences end inside them. An estimate
-Trained: TypeAlias = Literal["none", "projector", "all"]  # what of a vision tower is
+CHUNK_ROWS = 1.25  # rows of the delta rule's chunks per token, because sequences end inside chunks. An estimate
+Trained: TypeAlias = Literal["none", "projector", "all"]  # which part of a vision tower
 
 
 @dataclass(frozen=True)
@@ -53,9 +51,9 @@ def padded_vocabulary(info: ModelInfo, tensor: int) -> int:
 
 
 def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) -> tuple[int, int]:
-    """Return the parameters of one model chunk that a rank of `stage` holds, without and of experts that are split.
+    """Return a rank's parameters of one model chunk of `stage`: (all but split experts, split experts).
 
-    Those have data-parallel ranks of their own.
+    Split experts have other data-parallel ranks.
     """
     hidden, tensor, layers = info.hidden, layout.tensor, layout.chunk_layers(info.num_layers, stage, chunk)
     mixtures = sum(map(info.is_moe_layer, layers))
@@ -75,7 +73,7 @@ def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) ->
 
 
 def tower_parameters(info: ModelInfo, trained: Trained) -> int:
-    """Return the parameters of the vision tower that `model.vision.train` trains: whole on each rank of stage 0."""
+    """Return how many parameters of the vision tower `model.vision.train` trains, on each rank of stage 0."""
     if trained == "none":
         return 0
     rules = [
@@ -110,7 +108,7 @@ def _latent_attention(info: ModelInfo, mla: LatentAttention, tensor: int) -> int
 
 
 def model_parameters(info: ModelInfo) -> tuple[int, int]:
-    """Return the number of parameters of the model, and of those active for one token (embeddings included)."""
+    """Return the number of parameters, and of those active for one token (including embeddings)."""
     single = Layout()
     total, _ = chunk_parameters(info, single, 0, 0)
     active = total
@@ -122,7 +120,7 @@ def model_parameters(info: ModelInfo) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model that the trainer's ranks hold and do not train. `name`: of its weights; `placement`: where they are."""
+    """A model that the trainer's ranks hold but do not train. `name`: of its weights; `placement`: where they are."""
 
     name: str
     placement: str
@@ -131,9 +129,9 @@ class FrozenModel:
 
 @dataclass(frozen=True)
 class TrainerRank:
-    """A rank of the trainer, for which sizes are computed: its models, its layout, and how it trains.
+    """A rank of the trainer: its models, its layout, and how it trains.
 
-    `fused`: the kind of model, see above. `weighs_entropy`: the entropy is a part of the loss.
+    `fused`: the kind of model, see above. `weighs_entropy`: the loss contains the entropy.
     """
 
     info: ModelInfo
@@ -171,7 +169,7 @@ class TrainerRank:
 
     @property
     def tokens(self) -> int:
-        """The most tokens of a micro-batch that this rank holds: its share of them, with context parallelism."""
+        """The most tokens of a micro-batch on this rank: with context parallelism its share."""
         return -(-self.trainer.token_limit // self.layout.context)
 
     @functools.cached_property
@@ -183,9 +181,8 @@ class TrainerRank:
         """Return weights, gradients and optimizer state of the rank of a pipeline stage that holds most.
 
         Weights are in the compute precision, gradients in fp32 unless `megatron.ddp.grad_reduce_in_fp32` is false. The
-        optimizer state is Adam's two moments in fp32, and with bf16 also the fp32 master weights. The distributed
-        optimizer shards its state over the ranks that hold the same parameters; the padding of its buffers is not
-        counted.
+        optimizer state is Adam's two moments in fp32, with bf16 also fp32 master weights. The distributed optimizer
+        shards it over the ranks that hold the same parameters; buffer padding is not counted.
         """
         gradient = FP32 if ddp_fields(self.trainer, self.megatron)["grad_reduce_in_fp32"] else self.element
         per_parameter = 2 * FP32 + (FP32 if self.element != FP32 else 0)
@@ -223,7 +220,7 @@ class TrainerRank:
         norm = _norm(sizes, sizes.shard)
         total += norm * (1 if "layernorm" not in modules else 0)
         if not self.info.is_moe_layer(layer):
-            # The MLP's input is the norm's output, which the first linear layer keeps, or the recomputed block around.
+            # The MLP's input is the norm's output, kept by the first linear layer or by the recomputed block.
             total += sizes.shard * sizes.element + (0 if "mlp" in modules else _mlp(sizes, sizes.ffn))
         else:
             total += sizes.shard * sizes.element
@@ -233,10 +230,10 @@ class TrainerRank:
         return total
 
     def forward_per_token(self, layer: int) -> float:
-        """Return the bytes per packed token that live at one time while one layer runs without gradients.
+        """Return the peak bytes per packed token of one layer without gradients.
 
-        They are those of its attention or of its MLP, whichever is larger, of the norm before it, and of two hidden
-        states: the residual and the layer's input. It is an estimate: within a module, some tensors are freed earlier.
+        Those of its attention or its MLP, whichever is larger, of the norm before, and of two hidden states: residual
+        and input. An estimate: modules free some tensors earlier.
         """
         sizes, info = _Sizes.of(self), self.info
         attention = _attention_bytes(sizes, info, False)
@@ -285,10 +282,10 @@ class TrainerRank:
         return kept * self.tokens
 
     def recompute_bytes(self, stage: int) -> float:
-        """Return the bytes that backward recomputes at one time, in addition to those that forward kept.
+        """Return the bytes that backward recomputes at a time, in addition to those that forward kept.
 
-        At that time the tensors of the output layer are already released. With the method `block`, which recomputes the
-        first layers of a stage, those of the other layers are released as well.
+        The output layer's tensors are already released then. With the method `block`, which recomputes the first layers
+        of a stage, so are those of the other layers.
         """
         passed = self.transformer
         granularity = passed.get("recompute_granularity")
@@ -312,28 +309,28 @@ class TrainerRank:
         return max(0.0, working - released) * self.tokens
 
     def peak_bytes(self, stage: int, load: float = 1.0) -> float:
-        """Return the largest number of bytes of activations of a rank of `stage`, with a full pipeline."""
+        """Return the peak bytes of activations of a rank of `stage`, with a full pipeline."""
         chunks = self.layout.virtual_pipeline or 1
         sizes = [self.chunk_bytes(stage, chunk, load) for chunk in range(chunks)]
         return sum(sizes) / chunks * in_flight_chunks(self.layout, stage)
 
     @property
     def patch_limit(self) -> int:
-        """The most vision patches of a micro-batch; 0 for a model that reads text only."""
+        """The most vision patches of a micro-batch; 0 for a text model."""
         tower = self.info.vision
         if tower is None:
             return 0
         return min(self.trainer.micro_batch_patches or sys.maxsize, self.trainer.token_limit * tower.merge**2)
 
     def pixel_bytes(self) -> int:
-        """Return the bytes of a micro-batch's pixels on the device: as they came, in fp32, and normalised."""
+        """Return the bytes of a micro-batch's pixels on the device: uint8, fp32, and normalised."""
         tower = self.info.vision
         return self.patch_limit * tower.patch_size * (1 + FP32 + self.element) if tower else 0
 
     def tower_bytes(self, *, update: bool) -> int:
-        """Return the bytes of the vision tower's tensors for one micro-batch: a block's, and what backward needs.
+        """Return the bytes of the vision tower's tensors for one micro-batch: a block's, and those kept for backward.
 
-        A frozen tower keeps nothing but its projector's input. A trained one keeps the input of each block.
+        A frozen tower keeps only its projector's input, a trained one the input of each block.
         """
         tower, element = self.info.vision, self.element
         if tower is None:
@@ -350,22 +347,21 @@ class TrainerRank:
     def logits_bytes(self, *, update: bool) -> int:
         """Return the bytes of one chunk of the log-prob head: of a forward pass, or of an `update` with backward pass.
 
-        They are those of the separate operations on a whole chunk (trainer/logprobs.py). The compiled head needs less,
-        and so does a CPU, which makes the exponentials of a part of the chunk at a time.
+        For separate operations on a whole chunk (trainer/logprobs.py). The compiled head needs less, and so does a CPU,
+        which processes a part of the chunk at a time.
         """
         columns = padded_vocabulary(self.info, self.layout.tensor) // self.layout.tensor
         rows = min(self.trainer.logprob_chunk_tokens, self.tokens)
-        copy = self.element if self.element != FP32 else 0  # with a tensor in fp32, the same one in compute precision
-        # fp32 logits, which the products that the entropy needs overwrite; for it also their exponentials.
+        copy = self.element if self.element != FP32 else 0  # the compute-precision copy of an fp32 tensor
+        # fp32 logits, which the entropy's products overwrite; the entropy also needs their exponentials.
         forward = rows * columns * (copy + FP32)
         if not update:
             return forward
         forward += rows * columns * FP32
-        # The logits, their fp32 copy, which becomes the gradient, and that in compute precision or the entropy's
-        # factor.
+        # The logits; their fp32 copy, which becomes the gradient; the gradient's copy, or the entropy's factor.
         weight = columns * self.info.hidden
         gradient = rows * columns * (copy + FP32 + max(copy, FP32 if self.weighs_entropy else 0)) + weight * FP32
-        # The weight's gradient is summed over chunks in fp32; the product of one chunk, and the result, are in bf16.
+        # The weight's gradient is summed over chunks in fp32; each chunk's product, and the result, are in bf16.
         backward = max(gradient, rows * columns * copy + weight * (FP32 + copy))
         return max(forward, backward)
 
@@ -390,7 +386,7 @@ class _Sizes:
 
     @property
     def norm_is_one_function(self) -> bool:
-        """True for a norm that keeps its input only: Transformer Engine's, and that of a CPU in fp32."""
+        """True for a norm that keeps only its input: Transformer Engine's, and the CPU's in fp32."""
         return self.fused or self.element == FP32
 
     @classmethod
@@ -415,7 +411,7 @@ class _Sizes:
 
 
 def _output_per_token(sizes: _Sizes) -> float:
-    """Return the bytes of the final norm, and of the hidden states and row statistics that the log-prob pass keeps."""
+    """Return the bytes of the final norm, and of the log-prob pass's hidden states and row statistics."""
     return _norm(sizes, sizes.shard) + sizes.hidden * sizes.element + 40
 
 
@@ -428,8 +424,7 @@ def in_flight_chunks(layout: Layout, stage: int) -> int:
 
 
 def _norm(sizes: _Sizes, width: int) -> float:
-    """Return the bytes that RMSNorm keeps in addition to its output: its input, and otherwise the normalised input
-    too."""
+    """Return the bytes that RMSNorm keeps besides its output: its input, and the normalised input unless fused."""
     if sizes.norm_is_one_function:
         return width * sizes.element + FP32
     return width * (FP32 + sizes.element) + FP32
@@ -452,7 +447,7 @@ def _attention_bytes(sizes: _Sizes, info: ModelInfo, recompute_core: bool) -> fl
     if not sizes.fused:
         kept += 4 * sizes.head * element  # cosines and sines
     if sizes.context > 1 and not sizes.fused:
-        # The keys and values of all ranks instead of the rotated key, and of the projection unless the norm keeps it.
+        # All ranks' keys and values instead of the rotated key, and of the projection unless the norm keeps it.
         kept += (2 * sizes.context - 1) * sizes.kv * element
         kept -= 0 if info.qk_norm and sizes.norm_is_one_function else mixed * element
     # The attention's output, and (unfused) the outputs of the sequences concatenated for the projection.
@@ -461,7 +456,7 @@ def _attention_bytes(sizes: _Sizes, info: ModelInfo, recompute_core: bool) -> fl
 
 
 def _delta_net_bytes(sizes: _Sizes, delta: DeltaNet, tensor: int, rows: float = CHUNK_ROWS) -> float:
-    """Return the bytes that a Gated DeltaNet layer keeps, without its norm. With fla's kernels it is an estimate."""
+    """Return the bytes that a Gated DeltaNet layer keeps, without its norm. An estimate for fla's kernels."""
     element, heads, groups = sizes.element, delta.value_heads // tensor, delta.key_heads // tensor
     keys, values = delta.keys // tensor, delta.values // tensor
     mixed = 2 * keys + values

@@ -56,9 +56,9 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class TeacherPlan:
-    """A teacher with engines of its own; `memory` is None if its config.json is not on this machine.
+    """A teacher with engines; `memory` is None if its config.json is not on this machine.
 
-    `gpu_share`: of a GPU that an engine shares with one of the policy's, on which both need the memory `both`.
+    `gpu_share`: an engine's share of a GPU that it shares with an engine of the policy; `both`: memory of the two.
     """
 
     name: str
@@ -106,9 +106,9 @@ class RunPlan:
 
 
 def make_plan(config: Config, *, device: DeviceType | None = None, files: bool = True) -> RunPlan:
-    """Check `config` and resolve it; raises ConfigError that lists every problem, memory included.
+    """Check `config` and resolve it. Raises ConfigError listing every problem, including memory.
 
-    `device` and `files` are those of `checks.check`.
+    `device` and `files`: as in `checks.check`.
     """
     device = device or detect_device()
     info = check(config, device=device, files=files)
@@ -161,9 +161,9 @@ def make_plan(config: Config, *, device: DeviceType | None = None, files: bool =
 
 
 def _teacher_plans(config: Config, policy: Memory, longest: int, cuda: bool) -> tuple[TeacherPlan, ...]:
-    """Return the plans of the teachers with engines. The terms of a sync are left out: they are never given weights.
+    """Return the plans of the teachers with engines, without terms of a sync: they never receive weights.
 
-    `policy`: the memory of one of its engines.
+    `policy`: the memory of an engine of the policy.
     """
     found = []
     for each in engine_teachers(config.teachers):
@@ -203,13 +203,13 @@ def _teacher_problems(sections: Sequence[TeacherConfig], teachers: Sequence[Teac
 def fused_layers(cuda: bool) -> bool:
     """Return whether the plan is for Transformer Engine's layers.
 
-    On a machine with GPUs that depends on its installation; for a plan on a machine without GPUs it is assumed.
+    On a machine with GPUs that depends on the installation; on one without GPUs it is assumed.
     """
     return cuda and (not local_gpus() or importlib.util.find_spec("transformer_engine") is not None)
 
 
 def _limit(gib: float | None, cuda: bool) -> int | None:
-    """Return a GPU's memory in bytes: the configured one, else that of this machine's first GPU, else None."""
+    """Return a GPU's memory in bytes: as configured, else this machine's first GPU's, else None."""
     if gib is not None:
         return int(gib * GIB)
     gpus = local_gpus() if cuda else ()
@@ -260,7 +260,7 @@ def _too_big(pool: str, memory: Memory) -> str:
 
 
 def _notes(config: Config, layout: Layout, trainer: Memory, engine: EngineMemory, cuda: bool) -> list[str]:
-    """Return hints about a plan that can run but may be slow or is only partly checked."""
+    """Return notes on a plan that can run but may be slow or is only partly checked."""
     notes = list(pace_notes(config))
     pools = resolve_pools(config)
     if layout.tensor > pools.trainer.gpus_per_node:
@@ -274,7 +274,7 @@ def _notes(config: Config, layout: Layout, trainer: Memory, engine: EngineMemory
             "NVIDIA_TF32_OVERRIDE=0 is in the environment"
         )
     if cuda and trainer.limit is None:
-        notes.append("GPU memory is unknown here: set trainer.device_memory_gib to have the plan checked against it")
+        notes.append("GPU memory is unknown here: set trainer.device_memory_gib to check the plan against it")
     if config.data.max_prompt_tokens is None and config.rollout.max_model_len is None:
         notes.append(
             "data.max_prompt_tokens is not set: the plan is for sequences as long as the model's whole context; set it "

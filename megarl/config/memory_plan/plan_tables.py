@@ -25,10 +25,10 @@ from megarl.config.schema.job import CheckpointConfig
 
 
 def print_dry_run(plan: RunPlan, given: Config, stream: TextIO, found: Findings, *, whole: bool = False) -> None:
-    """Write what the run will see, the plan and the config (YAML) to `stream`, with colours only on a terminal.
+    """Write data, plan and config (YAML) to `stream`, with colours only on a terminal.
 
-    `given`: the config as it was loaded: what the user has set. Defaults are shown too if `whole`. The warnings and
-    notes of `found`, and those of the plan, come last.
+    `given`: the config as loaded, which knows what the user has set. `whole`: with defaults. The warnings and notes of
+    `found` and of the plan come last.
     """
     console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
     texts = {name: value for name, value in found.seen if name.startswith(FIRST_PROMPT)}
@@ -131,8 +131,7 @@ def _checkpoints(settings: CheckpointConfig) -> str:
 
 
 def _host_memory(plan: RunPlan) -> str:
-    """Return the memory of a trainer node that a save, and a reference policy in host memory, take in addition to
-    processes."""
+    """Return the host memory of a trainer node for a save and an offloaded reference, in addition to processes."""
     of_rank = plan.trainer.term("optimizer").bytes + plan.trainer.term("weights").bytes // plan.layout.dense_data
     of_rank += sum(
         term.bytes for term in plan.trainer.terms if term.name == "reference weights" and term.when != "always"
@@ -151,7 +150,7 @@ def _shared(shared: SharedMemory, ranks: int) -> str:
 
 
 def _loading(plan: RunPlan) -> str:
-    """Return how engines are expected to take new weights; a run's log says at the first sync what each of them did."""
+    """Return how engines are expected to load new weights; the log reports at the first sync what they did."""
     if plan.device == "cpu":
         return "layer by layer: vLLM's CPU kernels compute with packed copies"
     if not plan.info.num_experts:

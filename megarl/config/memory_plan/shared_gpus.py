@@ -1,6 +1,6 @@
-"""Estimates what a GPU holds that two share. Pure.
+"""Estimates the memory of a GPU with two users. Pure.
 
-Trainer and engines do in turns (`rollout.share_gpus`), an engine of the policy and one of a teacher at the same time
+Trainer and engines take turns (`rollout.share_gpus`); an engine of the policy and one of a teacher run at the same time
 (`teachers.*.gpu_share`).
 """
 
@@ -15,19 +15,19 @@ from megarl.config.memory_plan.memory import ENGINE_SYNC_BUCKETS, Memory, Term
 # Bytes per second of copies between a GPU and pinned host memory: PCIe 5. An estimate.
 COPY_SPEED = 50 * GIB
 _GENERATE, _TRAIN, _PUBLISH = "generate", "train", "publish"
-# What stays while the other side has the GPU: contexts, communicators, the buffers of a sync. Both sides' estimates.
+# What stays while the other side has the GPU: contexts, communicators, buffers of a sync.
 _KEPT = ("CUDA and NCCL", "CUDA, NCCL and graphs", "sync buckets")
 HEAP = 64 * MIB  # of a process on a CPU, in addition to what it had before the model. An estimate; 25 was measured
 _MOVED = ("weights", "optimizer")
-_RELAY_BUCKETS = 2  # that a rank passes on to an engine (`megarl/weights/group/relay.py`)
+_RELAY_BUCKETS = 2  # from a rank to an engine (`megarl/weights/group/relay.py`)
 
 
 @dataclass(frozen=True)
 class SharedMemory:
     """One shared GPU; on a CPU, a trainer process and an engine worker together.
 
-    `host`: bytes of a rank's state in host memory while it is parked; `move_s`: seconds of one move of it. `parked` and
-    `asleep`: bytes that a rank, and an engine, keeps of the GPU then.
+    `host`: bytes of a parked rank's state in host memory; `move_s`: seconds to move it. `parked` and `asleep`: bytes of
+    the GPU that a parked rank and a sleeping engine keep.
     """
 
     memory: Memory
@@ -37,7 +37,7 @@ class SharedMemory:
 
     @property
     def move_s(self) -> float:
-        """The seconds that one copy of the whole state takes."""
+        """Seconds to copy the whole state."""
         return self.host / COPY_SPEED
 
     def problems(self) -> Iterator[str]:
@@ -56,7 +56,7 @@ class SharedMemory:
 
 
 def shared_memory(trainer: Memory, engine: Memory, frozen: Sequence[str]) -> SharedMemory:
-    """Return what both sides hold in each turn. `frozen`: the names of the trainer's terms of frozen models."""
+    """Return what both sides hold in each turn. `frozen`: names of the trainer's terms of frozen models."""
     limits = [each.limit for each in (trainer, engine) if each.limit is not None]
     own = [term for term in trainer.terms if term.name not in _KEPT and term.when == "always"]
     moved = [term for term in own if term.name in (*_MOVED, *frozen)]
@@ -82,9 +82,9 @@ def shared_memory(trainer: Memory, engine: Memory, frozen: Sequence[str]) -> Sha
 
 
 def side_by_side(policy: Memory, teacher: Memory) -> Memory:
-    """Return what a GPU holds on which an engine of a teacher is next to one of the policy."""
+    """Return the memory of a GPU with an engine of the policy and one of a teacher."""
     named = [*(("policy", term) for term in policy.terms), *(("teacher", term) for term in teacher.terms)]
-    # The teacher scores while the other one generates and takes new weights.
+    # The teacher scores while the policy's engine generates and loads new weights.
     terms = [
         Term(f"{term.name} ({side})", term.bytes, "always" if side == "teacher" else term.when, term.note)
         for side, term in named
@@ -93,7 +93,7 @@ def side_by_side(policy: Memory, teacher: Memory) -> Memory:
 
 
 def kept_asleep(engine: Memory) -> int:
-    """Return the bytes of a GPU that a trainer cannot use while the engine on it sleeps."""
+    """Return the bytes of a GPU that a sleeping engine withholds from the trainer."""
     return _kept(engine) + _relay(engine)
 
 
@@ -102,7 +102,7 @@ def _kept(side: Memory) -> int:
 
 
 def _heap(side: Memory) -> int:
-    """Return what a process on a CPU keeps in the place of the terms of CUDA."""
+    """Return what a process on a CPU keeps, in place of the CUDA terms."""
     return 0 if any("CUDA" in term.name for term in side.terms) else HEAP
 
 

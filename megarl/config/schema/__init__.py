@@ -1,7 +1,7 @@
 """The typed configuration of a run: every key with its unit and meaning.
 
-These classes check single values; conditions on several sections (layouts, overlapping pools, sizes that must divide)
-are in `checks.py`. `docs/reference/keys.md` is generated from these classes.
+These classes check single values; `checks` covers conditions on several sections (layouts, overlapping pools, sizes
+that must divide). `docs/reference/keys.md` is generated from these classes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megarl.config.schema.job import (
 from megarl.config.schema.monitor import MonitorConfig
 from megarl.config.schema.section import Passed, Section
 
-# What the backward pass of the trainer computes again; a number: the first layers of each stage.
+# What the trainer's backward pass recomputes; a number: the first layers of each stage.
 Recompute = Literal["auto", "none", "selective", "full"] | Annotated[int, Field(ge=1)]
-# How far modes that publish less often than each step run ahead by default: `sync_interval`, and its part that is added
-# to `max_staleness`.
+# Defaults of modes that publish less often than each step: `sync_interval`, and the share of it added to
+# `max_staleness`.
 DEFAULT_INTERVAL, DEFAULT_QUOTA = 4, 0.5
 CPU_KV_CACHE_GIB = 1  # of an engine without a GPU
 
@@ -49,8 +49,7 @@ class RunConfig(Section):
 
 
 class VisionConfig(Section):
-    """Models that see images, and bounds on these images (docs/training/vision.md). Other models ignore this
-    section."""
+    """Training of vision towers, and bounds on images (docs/training/vision.md). Text models ignore this section."""
 
     train: Literal["none", "projector", "all"] = Field(
         "projector",
@@ -88,7 +87,7 @@ class ParallelConfig(Section):
 
     tensor: int = Field(1, ge=1, description="Tensor-parallel size (TP).")
     context: int = Field(
-        1, ge=1, description="Context-parallel size (CP): so many ranks share the tokens of each sequence."
+        1, ge=1, description="Context-parallel size (CP): ranks that share the tokens of each sequence."
     )
     pipeline: int = Field(1, ge=1, description="Pipeline-parallel size (PP).")
     virtual_pipeline: int | None = Field(None, ge=2, description="Model chunks per pipeline rank (VPP).")
@@ -153,8 +152,8 @@ class TrainerConfig(Section):
     micro_batch_patches: int | None = Field(
         None,
         ge=1,
-        description="Upper bound of vision patches per micro-batch per DP rank, for models that see. null: those of "
-        "`micro_batch_tokens`, four a token.",
+        description="Upper bound of vision patches per micro-batch per DP rank. null: those of "
+        "`micro_batch_tokens`, four per token.",
     )
     recompute: Recompute = Field(
         "auto",
@@ -164,9 +163,8 @@ class TrainerConfig(Section):
     )
     router_replay: Literal["none", "r2", "r3"] = Field(
         "none",
-        description="Experts of a mixture that the trainer replays instead of choosing by itself: none; r2: in "
-        "updates, those of its pass for the old log-probs; r3: those that the engines chose "
-        "(docs/training.md#router-replay).",
+        description="Experts that the trainer replays instead of choosing them: none; r2: in updates, those of its "
+        "pass for the old log-probs; r3: those that the engines chose (docs/training.md#router-replay).",
     )
     mini_batches: int = Field(1, ge=1, description="Optimizer updates per step; the batch is split between groups.")
     max_skipped_steps: int = Field(
@@ -210,8 +208,7 @@ class BatchConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Sampling of the training responses, always from the whole distribution, the only one that the trainer can
-    recompute."""
+    """Sampling of the training responses, always from the whole distribution, which the trainer can recompute."""
 
     temperature: float = Field(1.0, gt=0, description="Temperature; the trainer divides its logits by it as well.")
     max_tokens: int = Field(..., ge=1, description="Upper bound of response tokens, EOS included.")
@@ -312,8 +309,7 @@ class RolloutConfig(Section):
 
 
 class AdmissionConfig(Section):
-    """Bounds on how far generation may run ahead of training, in optimizer updates
-    (`megarl/config/derived/staleness.py`)."""
+    """Bounds on how far generation may run ahead of training, in updates (`megarl/config/derived/staleness.py`)."""
 
     mode: Literal["sync", "one_step_off", "stream", "async"] = Field(
         "sync",

@@ -10,9 +10,9 @@ from megarl.config.schema.section import Passed, Section
 
 SINGLE_TURN, TOOL_AGENT, HARNESS = "single_turn", "tool_agent", "harness"
 VERIFIERS = "megarl.environments.verifiers_loop:Verifiers"  # shipped too, but named by its import path
-SHIPPED_LOOPS = (SINGLE_TURN, TOOL_AGENT)  # those in which only megarl's own code runs, but for tools
-TOOL_AGENT_TURNS = 8  # if the config says nothing
-LOOP_TURNS = 1000  # of any other loop, and of a harness: far more than any makes that comes to an end
+SHIPPED_LOOPS = (SINGLE_TURN, TOOL_AGENT)  # apart from tools, these only run megarl's code
+TOOL_AGENT_TURNS = 8  # the default
+LOOP_TURNS = 1000  # the default of other loops and of a harness: far more than any that ends makes
 ACT_TIMEOUT_S = 1500.0  # of `act`, and of a run of a verifiers environment
 SHIPPED_TOOLS = ("python", "http")
 

@@ -10,11 +10,9 @@ from pydantic import Field
 from megarl.algorithms.correction.config import CorrectionConfig
 from megarl.config.schema.section import Passed, Section
 
-# The config sections of teachers: fixed models whose log-probs of the policy's own tokens are a target of training.
-
 
 class TeacherConfig(Section):
-    """A teacher, which data sets name in `data.teacher` or `data.sets[].teacher`."""
+    """A fixed model whose log-probs of the policy's tokens are a target, named in `data.teacher` of data sets."""
 
     name: str = Field(..., description="Name in `data.teacher`, log files and messages.")
     path: Path = Field(

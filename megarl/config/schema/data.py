@@ -1,7 +1,6 @@
 """The config sections of prompts and rewards: training data, reward function, held-out sets.
 
-A set of a list (`data.sets`, `evaluation.sets`) may have its own value of many keys; a key that it leaves out has the
-value of the section. `datasets.py` resolves that.
+A set of a list (`data.sets`, `evaluation.sets`) may override many keys of the section; `datasets.py` resolves that.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from megarl.config.schema.section import Passed, Section
 
 RowFormat = Literal["auto", "gsm8k", "problem_answer", "messages", "verl", "fields"]
 
-# The values with which a sampler draws from the whole distribution, as vLLM and transformers have them.
+# The values with which samplers of vLLM and transformers draw from the whole distribution.
 NO_TOP_P, NO_TOP_K, NO_REPETITION_PENALTY = 1.0, -1, 1.0
 
 
@@ -89,7 +88,7 @@ class DataConfig(Section):
         None,
         description="A field with the images of the prompt (docs/training/vision.md): a path relative to the file, "
         "Hugging Face's {bytes, path}, or a list of these. null: rows with a column `images` are refused if the model "
-        "sees.",
+        "has a vision tower.",
     )
     tools_field: str | None = Field(
         None,
@@ -165,7 +164,7 @@ class RewardConfig(Section):
 
     @property
     def expects_failures(self) -> bool:
-        """Whether the config says what becomes of samples that the function fails for."""
+        """True if the config covers samples for which the function fails."""
         return self.on_error != "drop" or self.max_error_share >= 1
 
 

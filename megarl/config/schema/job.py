@@ -9,7 +9,7 @@ from pydantic import Field
 
 from megarl.config.schema.section import Section
 
-STOP_MARGIN_S = 300  # for the step in progress, in addition to the time of a save, when a run has to end
+STOP_MARGIN_S = 300  # for the step in progress, in addition to a save, when a run has to end
 
 
 class TelemetryConfig(Section):
@@ -115,12 +115,12 @@ class TimeoutsConfig(Section):
 
     @property
     def ray_start_s(self) -> float:
-        """Seconds that the start of the Ray head may take, and attaching to it."""
+        """Seconds to start the Ray head, and to attach to it."""
         return self.engine_start_s / 3
 
     @property
     def collective_s(self) -> float:
-        """Seconds of one collective of the trainer's ranks, which wait for each other in those of a save too."""
+        """Seconds of one collective of the trainer's ranks, including those of a save."""
         return self.save_s
 
 

@@ -20,13 +20,13 @@ ReplicaAction = Literal["off", "warn", "quarantine", "stop"]
 
 
 class RuleDefaults(NamedTuple):
-    """A rule as it is without a config: an alarm where its value is `side` of `threshold`."""
+    """A rule's defaults: an alarm if its value is `side` of `threshold`."""
 
     side: Side
     threshold: float
     patience: int
     action: str = "warn"
-    least: float = 0.0  # of a threshold, exclusive
+    least: float = 0.0  # smallest threshold, exclusive
     most: float = math.inf
 
 
@@ -74,7 +74,7 @@ class MonitorConfig(Section):
     @field_validator("rules", mode="before")
     @classmethod
     def _with_defaults(cls, given: object) -> object:
-        """Complete each rule that is given, and add the others."""
+        """Complete the given rules, and add the others."""
         if not isinstance(given, Mapping):
             return given
         complete: dict[str, Any] = dict(given)  # unknown rules are refused by their type

@@ -1,4 +1,4 @@
-"""The type of the fields that are passed to a library, alongside the base class of all config sections."""
+"""The base class of config sections, and the type of fields that are passed to a library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Passed", "Section"]
 
 
 def _all_finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Refuse infinities and NaN inside a value whose fields have no declared types."""
+    """Refuse infinities and NaN in a value whose fields have no declared types."""
     for name, value in leaves(values):
         if isinstance(value, float) and not math.isfinite(value):
             raise PydanticCustomError("not_finite", "{name} must be a finite number", {"name": name, "value": value})

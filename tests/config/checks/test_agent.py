@@ -53,8 +53,8 @@ SETS = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", "tool
         ),
         (
             {"agent": HARNESS | {"act_timeout_s": 600}, "gateway": GATEWAY, "timeouts": {"generate_s": 600}},
-            "agent.act_timeout_s: 600 s would never fail a sample, because after timeouts.generate_s=600 s of "
-            "waiting for it the trainer ends the run; lower the first or raise the second",
+            "agent.act_timeout_s: 600 s would never fail a sample: the trainer ends the run after "
+            "waiting for it for timeouts.generate_s=600 s; lower the first or raise the second",
         ),
         ({"agent": HARNESS | {"act_timeout_s": 599}, "gateway": GATEWAY, "timeouts": {"generate_s": 600}}, ""),
         ({"timeouts": {"generate_s": 600}}, ""),
@@ -82,7 +82,7 @@ SETS = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", "tool
         ),
         (
             {"agent": {"loop": "tool_agent"}, "tools": [{"kind": "calculator"}]},
-            "tools.0.kind: the calculator is an example now; write examples.rl.tools.calculator:Calculator, and "
+            "tools.0.kind: the calculator is an example; write examples.rl.tools.calculator:Calculator, and "
             "in_worker: true",
         ),
         (
@@ -91,7 +91,7 @@ SETS = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", "tool
         ),
         (
             {"agent": {"loop": "tool_agent"}, "tools": [CALCULATOR, {"kind": "python", "name": "calculator"}]},
-            "tools: 2 tools are called 'calculator'; give all but one a `name`",
+            "tools: 2 tools are called 'calculator'; give all but one a different `name`",
         ),
     ],
 )
@@ -115,8 +115,8 @@ def verifiers(**kwargs: Any) -> dict[str, Any]:
         ),
         (
             {"agent": verifiers(), "gateway": GATEWAY, "timeouts": {"generate_s": 1500}},
-            "agent.kwargs.timeout_s: 1500 s would never fail a sample, because after timeouts.generate_s=1500 s of "
-            "waiting for it the trainer ends the run; lower the first or raise the second",
+            "agent.kwargs.timeout_s: 1500 s would never fail a sample: the trainer ends the run after "
+            "waiting for it for timeouts.generate_s=1500 s; lower the first or raise the second",
         ),
         ({"agent": verifiers(timeout_s=599), "gateway": GATEWAY, "timeouts": {"generate_s": 600}}, ""),
         # That bound is of `act` alone.

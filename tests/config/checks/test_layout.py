@@ -51,7 +51,7 @@ LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
         {"trainer__gpus": 2, "trainer__parallel": {"tensor": 2, "context": 2}},
         "trainer.gpus: 2 is not a multiple of parallel.tensor x parallel.context x parallel.pipeline = 2 x 2 x 1 = 4",
     ),
-    ("qwen3_vl", {"trainer__gpus": 2, "trainer__parallel": {"context": 2}}, "a model that sees needs whole sequences"),
+    ("qwen3_vl", {"trainer__gpus": 2, "trainer__parallel": {"context": 2}}, "images need whole sequences"),
     ("qwen3_moe", {"trainer__gpus": 2, "trainer__parallel": {"expert": 4}}, "trainer.parallel.expert: 2 GPUs are not"),
     (
         "qwen3",
@@ -98,7 +98,7 @@ LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
             "trainer__gpus": 2,
             "trainer__parallel": {"pipeline": 2, "pipeline_layout": "Et|tttL", "last_stage_layers": 3},
         },
-        "trainer.parallel.pipeline_layout: it says the layers of every stage; remove last_stage_layers",
+        "trainer.parallel.pipeline_layout: it sets every stage; remove last_stage_layers",
     ),
     ("qwen3", {"trainer__gpus": 2, "trainer__parallel": {"expert": 2}}, "this model has no experts"),
     ("qwen3_moe", {"trainer__gpus": 3, "trainer__parallel": {"expert": 3}}, "4 experts cannot be split 3 ways"),

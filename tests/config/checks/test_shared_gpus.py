@@ -39,7 +39,7 @@ def test_sync_and_stream_may_share_their_gpus_and_other_runs_are_not_asked() -> 
         ({"gateway__enabled": True}, "requests of the gateway would wait"),
         ({"rollout__load_weights": True}, "set rollout.load_weights: false"),
         ({"weight_sync__recompute_kv": False}, "set weight_sync.recompute_kv: true"),
-        ({"weight_sync__transport": "nccl"}, "NCCL takes no two members on one GPU"),
+        ({"weight_sync__transport": "nccl"}, "NCCL allows only one member per GPU"),
         ({"rollout__max_replicas": 2}, "remove rollout.max_replicas"),
         ({"rollout__devices": [0]}, "remove rollout.devices"),
         ({"rollout__nodes": "separate"}, "remove rollout.devices, rollout.gpus_per_node and rollout.nodes"),
