@@ -118,6 +118,7 @@ class EngineReplica:
         events.open_events(self.config.telemetry.events_mib, Path(spec.run_dir), replica_process(index))
         self._returns_experts = self.config.trainer.router_replay == "r3"
         self._sees = sees(raw_config(self.config.model.path))
+        self._tower_sent = False  # or a part of it, in the last sync
         os.environ.update(engine_environment(self.config.rollout, cuda=spec.cuda, model=self.config.model.path))
         name_shared_memory()
         spec.watch_supervisor()
@@ -336,6 +337,7 @@ class EngineReplica:
 
         engine = self._check()
         self._weights.receive()
+        self._tower_sent = self.config.model.vision.train != "none" or not update_info.get("left_out")
         request = WeightTransferUpdateRequest(update_info=update_info)
         await self._guard(engine.update_weights(request), "update_weights")
 
@@ -343,7 +345,7 @@ class EngineReplica:
         """Complete the new weights and label what is generated from then on with `version`."""
         engine = self._check()
         await self._guard(engine.finish_weight_update(version), "finish_weight_update")
-        if self._sees and self.config.model.vision.train != "none":
+        if self._sees and self._tower_sent:
             # vLLM 0.32 keeps the embeddings of images if it is paused without clearing its caches.
             await self._guard(engine.reset_encoder_cache(), "reset_encoder_cache")
         self._weights.finished()

@@ -2,8 +2,8 @@
 
 Pure arithmetic on names, shapes and dtypes: every member computes the same plan from the same manifest, and compares
 the plan's hash instead of receiving the plan. Invariants (property-tested): every byte of every tensor is in exactly
-one piece; a bucket has one owner; a bucket and its trailer fit into `bucket_bytes`; the pieces of a bucket follow the
-manifest's order, and buckets are in the order of their first tensors.
+one piece, but for tensors that are left out; a bucket has one owner; a bucket and its trailer fit into `bucket_bytes`;
+the pieces of a bucket follow the manifest's order, and buckets are in the order of their first tensors.
 
 Several owners share a layer if its experts are spread over ranks. An owner then fills a bucket with its tensors of
 several layers, although those of other owners are missing between them. A receiver that loads in place does not mind.
@@ -18,7 +18,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -85,6 +85,7 @@ class BucketPlan:
     buckets: tuple[Bucket, ...]
     bucket_bytes: int
     layer_span: int | None
+    left_out: frozenset[str] = frozenset()  # names of tensors that no bucket carries
 
     @property
     def owners(self) -> list[int]:
@@ -93,8 +94,8 @@ class BucketPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors, without gaps and trailers."""
-        return sum(spec.nbytes for spec in self.specs)
+        """Bytes of all tensors that are sent, without gaps and trailers."""
+        return sum(spec.nbytes for spec in self.specs if spec.name not in self.left_out)
 
     def is_split(self, bucket: Bucket) -> bool:
         """Return whether the bucket holds a part of a tensor larger than a bucket; it then holds nothing else."""
@@ -140,20 +141,26 @@ def specs_of(manifest: Sequence[ExportedTensor | TensorSpec]) -> tuple[TensorSpe
 
 
 def bucket_plan(
-    manifest: Sequence[ExportedTensor | TensorSpec], bucket_bytes: int, layer_span: int | None = RELOAD_LAYER_SPAN
+    manifest: Sequence[ExportedTensor | TensorSpec],
+    bucket_bytes: int,
+    layer_span: int | None = RELOAD_LAYER_SPAN,
+    left_out: Iterable[str] = (),
 ) -> BucketPlan:
     """Pack the manifest into buckets of at most `bucket_bytes` (trailer included).
 
     A tensor that fits into one bucket is never split, so that the receiver can use it in place. A larger tensor is
     split into byte ranges of whole elements, in buckets of its own. When a receiver has all buckets up to any one, the
     tensors behind the first missing one belong to `layer_span` layers, counted from the layer of that tensor. None:
-    no limit.
+    no limit. `left_out`: names of tensors that every member has already.
 
     Raises:
-        ValueError: `bucket_bytes` is too small for one aligned element, or `specs_of` refuses the manifest.
+        ValueError: `bucket_bytes` is too small for one aligned element, `specs_of` refuses the manifest, or a tensor to
+            leave out is not in it.
     """
-    specs = specs_of(manifest)
-    return BucketPlan(specs, _pack(specs, bucket_bytes, layer_span), bucket_bytes, layer_span)
+    specs, omitted = specs_of(manifest), frozenset(left_out)
+    if unknown := omitted - {spec.name for spec in specs}:
+        raise ValueError(f"{len(unknown)} tensors to leave out are not in the plan, such as {min(unknown)}")
+    return BucketPlan(specs, _pack(specs, bucket_bytes, layer_span, omitted), bucket_bytes, layer_span, omitted)
 
 
 class _OwnerBuckets:
@@ -200,7 +207,9 @@ class _OwnerBuckets:
             self.close()
 
 
-def _pack(specs: Sequence[TensorSpec], bucket_bytes: int, layer_span: int | None) -> tuple[Bucket, ...]:
+def _pack(
+    specs: Sequence[TensorSpec], bucket_bytes: int, layer_span: int | None, left_out: Collection[str]
+) -> tuple[Bucket, ...]:
     capacity = (bucket_bytes - TRAILER_BYTES) // ALIGNMENT * ALIGNMENT
     if capacity < ALIGNMENT:
         minimum = ALIGNMENT + TRAILER_BYTES
@@ -208,6 +217,8 @@ def _pack(specs: Sequence[TensorSpec], bucket_bytes: int, layer_span: int | None
     owners: dict[int, _OwnerBuckets] = {}
     previous: _OwnerBuckets | None = None
     for number, (spec, layer) in enumerate(zip(specs, _layers(specs), strict=True)):
+        if spec.name in left_out:
+            continue
         current = owners.setdefault(spec.owner, _OwnerBuckets(spec.owner, capacity))
         if previous is not None and previous is not current:
             previous.interrupt(layer)

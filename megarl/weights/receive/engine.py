@@ -61,6 +61,7 @@ class MegarlUpdateInfo(WeightTransferUpdateInfo):
     plan_hash: str
     timeout_s: float
     slept: bool = False  # the engine has lost all weights since its last sync
+    left_out: tuple[str, ...] = ()  # tensors of the plan that do not come again
 
 
 class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpdateInfo]):
@@ -129,6 +130,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         self._loads = True
         if update_info.slept:
             self.loader.check_next_sync()
+            self._receiver.has_all = False
         with self._breaks_model():
             try:
                 self.loader.start()
@@ -138,6 +140,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
                     update_info.timeout_s,
                     layer_span=update_info.layer_span,
                     plan_hash=update_info.plan_hash,
+                    left_out=update_info.left_out,
                 )
             except (SyncAborted, ConnectionLost, PeerTimeout) as error:
                 self._interrupted = str(error)

@@ -10,6 +10,7 @@ Shapes: B bytes of a flat uint8 buffer.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,26 +30,33 @@ class Receiver:
 
     def __init__(self, group: Group, plan: BucketPlan, loader: ModelLoader, device: torch.device) -> None:
         self.group, self.plan, self._loader, self._device = group, plan, loader, device
+        self.has_all = False  # of the tensors, so that a sync may leave out some
         self._buffers = ReceiveBuffers(plan.buffer_bytes, device, loader)
 
-    def receive(self, sync: int, version: int, timeout_s: float, *, layer_span: int | None, plan_hash: str) -> None:
+    def receive(
+        self, sync: int, version: int, timeout_s: float, *, layer_span: int | None, plan_hash: str,
+        left_out: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         """Receive and load all buckets, and send a report to the leader: digests, their seconds, and the loader's way.
 
-        `timeout_s`: the time for the whole sync; `layer_span` and `plan_hash`: those of the sender's plan.
+        `timeout_s`: the time for the whole sync; `layer_span`, `plan_hash` and `left_out`: those of the sender's plan.
 
         Raises:
-            ValueError: `plan_hash` is that of another plan, or the plan mixes layers and the loader cannot take that.
+            ValueError: `plan_hash` is that of another plan, the plan mixes layers and the loader cannot take that, or
+                it leaves out tensors that have not come yet.
             WeightSyncError: the sync failed. This exception and all exceptions of the loader are raised after the
                 failure was reported, the other members were released and this group was aborted.
         """
         group = self.group
-        if layer_span != self.plan.layer_span:
-            self.plan = bucket_plan(self.plan.specs, self.plan.bucket_bytes, layer_span)
+        if (layer_span, frozenset(left_out)) != (self.plan.layer_span, self.plan.left_out):
+            self.plan = bucket_plan(self.plan.specs, self.plan.bucket_bytes, layer_span, left_out)
             self._buffers = ReceiveBuffers(self.plan.buffer_bytes, self._device, self._loader)
         group.begin(sync, len(self.plan.buckets), timeout_s)
         try:
             if plan_hash != self.plan.hash:
                 raise ValueError(f"this sync follows plan {plan_hash}, {group.name} has {self.plan.hash}")
+            if left_out and not self.has_all:
+                raise ValueError(f"this sync leaves out {len(left_out)} tensors, which {group.name} has not got yet")
             if layer_span is None and self._loader.obstacle is not None:
                 raise ValueError(
                     "the plan of this sync mixes the tensors of all layers, which needs an engine that loads in place; "
@@ -57,6 +65,7 @@ class Receiver:
             digests, digest_s = self._receive_all(version)
             report = {"member": group.name, "digests": digests, "digest_s": digest_s, "loaded": self._loader.report}
             group.store.put(group.key("report", group.rank), report)
+            self.has_all = True
         except BaseException as error:
             group.fail(error)
             raise

@@ -56,14 +56,16 @@ class WeightSender:
         *,
         host: str | None = None,
         aside: Callable[[], AbstractContextManager[object]] = nullcontext,
+        frozen: Sequence[str] = (),
     ) -> None:
         """`host`: the address at which rank 0 serves the store; None: `reachable_address`.
 
-        `aside`: entered on every rank while engines are started that need the GPUs of the ranks.
+        `aside`: entered on every rank while engines are started that need the GPUs of the ranks. `frozen`: names of
+        tensors that never change. Each group gets them once; engines that reload or sleep get them each time.
         """
         self.settings = settings
         self._exporter = exporter
-        self._host, self._aside = host, aside
+        self._host, self._aside, self._frozen = host, aside, frozen
         distributed = torch.distributed.is_initialized()
         self._rank = torch.distributed.get_rank() if distributed else 0
         self._world = torch.distributed.get_world_size() if distributed else 1
@@ -119,6 +121,13 @@ class WeightSender:
             if outcome["status"] == "published":
                 report = SyncReport(**{**outcome["report"], "restarted": restarted})
                 self._record(report, begun)
+                if (
+                    self._frozen
+                    and self.plan.layer_span is None
+                    and not self.plan.left_out
+                    and not self.settings.asleep
+                ):
+                    self._lay_out_buckets(None, self._frozen)
                 return report
             if outcome["status"] == "failed":
                 break
@@ -185,6 +194,8 @@ class WeightSender:
         were restarted because they did not join. Raises WeightSyncError on every rank if the group is not formed.
         """
         restarted: tuple[str, ...] = ()
+        if self.plan.left_out:  # new members have none of it
+            self.plan = bucket_plan(self.plan.specs, self.plan.bucket_bytes, self.plan.layer_span)
         try:
             in_place = self._form_once(replace, later)
         except WeightSyncError as error:
@@ -288,13 +299,14 @@ class WeightSender:
         self._group = self._packer = None
         self._gathers = ()
 
-    def _lay_out_buckets(self, layer_span: int | None) -> None:
+    def _lay_out_buckets(self, layer_span: int | None, left_out: Sequence[str] = ()) -> None:
         """Make the plan, the order of operations, this rank's buffers and its part of every bucket's gather.
 
-        `layer_span`: the most layers whose tensors may be incomplete at once, None for any number.
+        `layer_span`: the most layers whose tensors may be incomplete at once, None for any number. `left_out`: names of
+        tensors that all members of the group have.
         """
-        if layer_span != self.plan.layer_span:
-            self.plan = bucket_plan(self.plan.specs, self.settings.bucket_bytes, layer_span)
+        if layer_span != self.plan.layer_span or left_out:
+            self.plan = bucket_plan(self.plan.specs, self.settings.bucket_bytes, layer_span, left_out)
         settings = self.settings
         device = torch.device(BACKENDS[settings.backend].device)
         packer = BucketPacker(self.plan, self._rank, device)

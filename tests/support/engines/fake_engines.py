@@ -154,7 +154,7 @@ class FakeReplica:
     def _update_weights(self, info: dict[str, Any]) -> None:
         """Receive; return early if another member fails, as a real engine does."""
         self.weights.receive()
-        plan = {name: info[name] for name in ("layer_span", "plan_hash")}
+        plan = {name: info[name] for name in ("layer_span", "plan_hash", "left_out") if name in info}
         futures = [
             self._pool.submit(r.receive, info["sync"], info["version"], info["timeout_s"], **plan)
             for r in self._receivers

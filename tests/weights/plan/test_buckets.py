@@ -43,14 +43,24 @@ spans = st.sampled_from([1, 2, 3, None])
 
 
 @settings(max_examples=300, deadline=None)
-@given(manifests(), sizes, spans)
-def test_every_byte_is_in_exactly_one_piece(specs: list[TensorSpec], bucket_bytes: int, span: int | None) -> None:
+@given(manifests(), sizes, spans, st.sampled_from([0, 1, 3]))
+def test_every_byte_is_in_exactly_one_piece(
+    specs: list[TensorSpec], bucket_bytes: int, span: int | None, without: int
+) -> None:
+    """`without`: one tensor of so many is left out; 0: none."""
+    left_out = {spec.name for spec in specs[::without]} if without else set()
+    plan = bucket_plan(specs, bucket_bytes, span, left_out)
     covered: dict[int, list[tuple[int, int]]] = {i: [] for i in range(len(specs))}
-    for bucket in bucket_plan(specs, bucket_bytes, span).buckets:
+    for bucket in plan.buckets:
         for piece in bucket.pieces:
             covered[piece.tensor].append((piece.start, piece.nbytes))
+    assert plan.total_bytes == sum(spec.nbytes for spec in specs if spec.name not in left_out)
+    assert left_out == set() or plan.hash != bucket_plan(specs, bucket_bytes, span).hash
     for number, spec in enumerate(specs):
         position = 0
+        if spec.name in left_out:
+            assert not covered[number], "a tensor that is left out is in a bucket"
+            continue
         assert covered[number], f"{spec} is in no bucket"
         for start, nbytes in covered[number]:  # in wire order: contiguous, ascending
             assert start == position
@@ -174,6 +184,8 @@ def test_mistakes_are_named() -> None:
         specs_of([TensorSpec("a", (1,), "float32", 0), TensorSpec("a", (1,), "float32", 0)])
     with pytest.raises(ValueError, match="complex64"):
         specs_of([TensorSpec("a", (1,), "complex64", 0)])
+    with pytest.raises(ValueError, match="1 tensors to leave out are not in the plan, such as b"):
+        bucket_plan([TensorSpec("a", (4, 4), "float32", 0)], 1024, left_out=["b"])
 
 
 def test_torch_dtypes_are_accepted() -> None:

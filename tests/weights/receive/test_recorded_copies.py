@@ -201,6 +201,17 @@ def test_other_tensors_are_loaded_and_recorded_again() -> None:
     assert not copies.repeated and torch.equal(model.fused[:3], torch.ones(3, 4))
 
 
+def test_a_sync_of_some_tensors_leaves_the_others_alone() -> None:
+    """As those that leave out what never changes."""
+    model, plain = Model(), Model()
+    copies = RecordedCopies(model.load)
+    for seed, names in ((0, None), (1, ["up", "expert1"]), (2, ["up", "expert1"]), (3, None)):
+        sync(copies, model, seed, names=names)
+        plain.load(received(seed, names))
+        assert copies.repeated == (seed > 0) and model.loads == 2
+        assert all(torch.equal(a, b) for a, b in zip(model.content(), plain.content(), strict=True))
+
+
 def test_a_sync_that_broke_off_is_recorded_again() -> None:
     model = Model()
     copies = RecordedCopies(model.load)

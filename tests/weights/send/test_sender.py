@@ -237,6 +237,68 @@ def test_a_failure_of_the_sender_itself_is_raised_even_if_the_version_is_publish
     assert_received(pool, exporter.tensors)
 
 
+FROZEN = ("embed", "layers.2.q", "layers.5.scalar")  # the first one is larger than a bucket
+
+
+def publish_new(sender: WeightSender, exporter: ListExporter, version: int) -> int:
+    """Publish other weights, those of FROZEN included, so that it shows whether they are sent; return the bytes."""
+    exporter.tensors = random_tensors(seed=version)
+    return sender.publish(version).bytes
+
+
+def assert_have(replica: FakeReplica, changed: int, frozen: int) -> None:
+    """A replica has the tensors of one version, and those of FROZEN of another one."""
+    new, old = random_tensors(seed=changed), random_tensors(seed=frozen)
+    for loader in replica.loaders:
+        assert all(torch.equal(loader.tensors[n], (old if n in FROZEN else new)[n]) for n in new)
+
+
+def test_a_group_gets_what_never_changes_once() -> None:
+    """All members of a new group get all again: one of them may have nothing, or a mixture of versions."""
+    pool, exporter = FakePool(1, 2), ListExporter(random_tensors())
+    sender = WeightSender(with_settings(restarts=1), exporter, frozen=FROZEN)
+    sender.connect(pool)
+    whole = publish_new(sender, exporter, 0)
+    frozen = sum(exporter.tensors[name].nbytes for name in FROZEN)
+    assert [publish_new(sender, exporter, version) for version in (1, 2)] == [whole - frozen] * 2
+    for replica in pool.replicas():
+        assert_have(replica, 2, 0)
+    new = pool.add("replica 2")
+    assert [publish_new(sender, exporter, version) for version in (3, 4)] == [whole, whole - frozen]
+    for replica in pool.replicas():
+        assert_have(replica, 4, 3)
+    new.on["finish_weight_update"] = die
+    assert publish_new(sender, exporter, 5) == whole and pool.replaced_later == ["replica 2"]
+    for replica in pool.replicas():
+        assert_have(replica, 5, 5)
+
+
+def test_engines_that_reload_or_sleep_get_all_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, exporter = FakePool(1), ListExporter(random_tensors())
+    pool._replicas[0] = FakeReplica("replica 0", 1, "its weights are packed")
+    sender = WeightSender(SETTINGS, exporter, frozen=FROZEN)
+    sender.connect(pool)
+    assert publish_new(sender, exporter, 0) == publish_new(sender, exporter, 1)
+    assert_have(pool.replicas()[0], 1, 1)
+    pool = FakePool(1)
+    monkeypatch.setattr(FakeReplica, "_wake", lambda replica, what: None, raising=False)
+    sender = WeightSender(with_settings(asleep=True), exporter, frozen=FROZEN)
+    sender.connect(pool)
+    assert publish_new(sender, exporter, 0) == publish_new(sender, exporter, 1)
+    assert_have(pool.replicas()[0], 1, 1)
+
+
+def test_a_worker_that_lacks_what_a_sync_leaves_out_refuses_it() -> None:
+    pool, exporter = FakePool(1, 2), ListExporter(random_tensors())
+    sender = WeightSender(SETTINGS, exporter, frozen=FROZEN)
+    sender.connect(pool)
+    sender.publish(0)
+    pool.replicas()[1]._receivers[0].has_all = False
+    with pytest.raises(WeightSyncError, match="leaves out 3 tensors, which engine replica 1 worker 0 has not got yet"):
+        sender.publish(1)
+    assert [replica.version for replica in pool.replicas()] == ["0", "0"]
+
+
 @pytest.mark.parametrize(("obstacle", "span"), [(None, None), ("its weights are packed", RELOAD_LAYER_SPAN)])
 def test_buckets_mix_layers_if_every_worker_loads_in_place(obstacle: str | None, span: int | None) -> None:
     pool = FakePool(1, 2)
