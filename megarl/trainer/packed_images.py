@@ -5,26 +5,26 @@ Shapes: T packed tokens, I image tokens among them, P patches, C values per patc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from megarl.config.schema import ModelConfig
+from megarl.models.architecture.architecture import VisionTower
+from megarl.models.hf.image_patches import ImageProcessor
 from megarl.models.megatron.vision_model import ImageBatch
 from megarl.queue.images import ImageRef, positions
 
-# Returns an image's patches in the order of the model's processor, uint8 [height * width * merge², C] on the CPU.
-ReadPatches = Callable[[ImageRef], Tensor]
 
-
-@dataclass(frozen=True)
 class ImagePacker:
-    """Packs images for a tower that merges `merge` x `merge` patches of `patch_size` values into a token."""
+    """Packs images for a model with a vision tower, and makes their patches as the engines do."""
 
-    merge: int
-    patch_size: int
-    read: ReadPatches
+    def __init__(self, model: ModelConfig, tower: VisionTower) -> None:
+        self.merge, self._patch_size = tower.merge, tower.patch_size
+        self._model = model
+        self._processor: ImageProcessor | None = None
+        self.files: Mapping[str, bytes] = {}  # of the images that can be read, by hash
 
     def positions(self, sequences: Sequence[tuple[int, Sequence[ImageRef]]], dummy: int) -> Tensor:
         """Return positions [3, 1, T] of sequences (length and images each), then of `dummy` tokens of padding."""
@@ -48,16 +48,29 @@ class ImagePacker:
                 features.append(torch.arange(ref.tokens) + first[ref.hash])
         if not distinct:
             return None
-        grids = [[1, ref.height * self.merge, ref.width * self.merge] for ref in distinct.values()]
+        shown = list(distinct.values())
         return ImageBatch(
-            torch.tensor(grids), torch.cat(rows), torch.cat(features), lambda: self._patches(list(distinct.values()))
+            tuple((ref.hash, ref.height, ref.width) for ref in shown),
+            torch.tensor([[1, ref.height * self.merge, ref.width * self.merge] for ref in shown]),
+            torch.cat(rows),
+            torch.cat(features),
+            lambda numbers: self._patches([shown[number] for number in numbers]),
         )
+
+    def read(self, image: ImageRef) -> Tensor:
+        """Return an image's patches in the processor's order, uint8 [height * width * merge**2, C] on the CPU.
+
+        Raises KeyError for an image without a file, ImageError if the file is another image's.
+        """
+        if self._processor is None:
+            self._processor = ImageProcessor(self._model.path, self._model.vision.max_pixels)
+        return torch.from_numpy(self._processor.patches_of(image, self.files[image.hash]))
 
     def _patches(self, images: Sequence[ImageRef]) -> Tensor:
         """Return the images' patches, concatenated: uint8 [P, C]. Raises ValueError for a wrong shape."""
         parts = [self.read(image) for image in images]
         for image, part in zip(images, parts, strict=True):
-            wanted = (image.tokens * self.merge**2, self.patch_size)
+            wanted = (image.tokens * self.merge**2, self._patch_size)
             if tuple(part.shape) != wanted or part.dtype != torch.uint8:
                 raise ValueError(f"{image}: its patches are {part.dtype} {list(part.shape)}, not uint8 {list(wanted)}")
         return torch.cat(parts)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -33,10 +33,12 @@ from megarl.config.derived.training_loss import needed_streams, objective_of
 from megarl.config.megatron.reserved import ddp_fields, transformer_fields
 from megarl.config.schema import Config
 from megarl.models.architecture.architecture import ModelInfo, VisionTower
+from megarl.models.families import FAMILIES
+from megarl.models.families.vision import frozen_tensors
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.build_model import build_model, transformer_config
 from megarl.models.megatron.layout import Layout
-from megarl.queue.images import ImageRef
+from megarl.models.megatron.shards import unwrap
 from megarl.queue.routes import Routes
 from megarl.queue.streams import OLD_LOGPROBS, ROLLOUT_LOGPROBS, SOURCES
 from megarl.trainer.batch import (
@@ -66,7 +68,7 @@ from megarl.trainer.pipeline import WithLoss, forward_backward, forward_only
 from megarl.trainer.reference_policy import FrozenModel, ReferenceModel
 
 if TYPE_CHECKING:
-    from megarl.trainer.packed_images import ImagePacker, ReadPatches
+    from megarl.trainer.packed_images import ImagePacker
 
 __all__ = ["NoTokensError", "NonFiniteError", "Policy", "StepRefused", "TrainSample"]
 
@@ -119,11 +121,9 @@ class Policy:
         chunks = build_model(info, self.tf_config, layout)
         if config.model.load_weights:
             load_weights(chunks, info, config.model.path)
-        self._packer: ImagePacker | None = None
-        # Set it before the first sample with images; it is called on the ranks of the first pipeline stage.
-        self.read_patches: ReadPatches | None = None
+        self.images: ImagePacker | None = None  # None for a text-only model
         if info.vision is not None:
-            self._packer = self._prepare_vision(info.vision, chunks)
+            self.images = self._prepare_vision(info.vision, chunks)
         for chunk in chunks:
             return_hidden_states(chunk)
         # None: the routers always choose, as those of the reference and the teachers do.
@@ -145,9 +145,10 @@ class Policy:
             for each in trainer_teachers(config.teachers)
         }
         frozen = [*self.teachers.values(), *([self.reference] if self.reference is not None else [])]
-        self.memory = StateMemory(
-            self.module_chunks, self.optimizer, [chunk for each in frozen for chunk in each.chunks], before
-        )
+        others = [chunk for each in frozen for chunk in each.chunks]
+        self.memory = StateMemory(self.module_chunks, self.optimizer, others, before)
+        models: Iterable[Any] = map(unwrap, (*self.module_chunks, *others)) if self.images is not None else ()
+        self._feature_caches = [model.feature_cache for model in models if model.pre_process]
         if not platforms.current().is_cuda:
             keep_freed_memory()
 
@@ -157,12 +158,19 @@ class Policy:
         from megarl.trainer.packed_images import ImagePacker
 
         freeze_vision(chunks, self.config.model.vision.train)
+        return ImagePacker(self.config.model, tower)
 
-        def read(image: ImageRef) -> Tensor:
-            assert self.read_patches is not None, "no source of pixels was set"
-            return self.read_patches(image)
+    def show_images(self, files: Mapping[str, bytes]) -> None:
+        """Set the image files of the next samples, by hash, and clear the cached features of earlier images."""
+        if self.images is not None:
+            self.images.files = files
+        for cache in self._feature_caches:
+            cache.clear()
 
-        return ImagePacker(tower.merge, tower.patch_size, read)
+    @property
+    def frozen_tensors(self) -> tuple[str, ...]:
+        """Hugging Face names of the weights that no update changes."""
+        return frozen_tensors(FAMILIES[self.info.family].vision(self.info), self.config.model.vision.train)
 
     @property
     def reference_step(self) -> int:
@@ -418,7 +426,7 @@ class Policy:
 
         Raises ValueError for an invalid sample.
         """
-        check_samples(samples, self.info.vocab_size, sees=self._packer is not None)
+        check_samples(samples, self.info.vocab_size, sees=self.images is not None)
         layout, stages = self.layout, self.layout.pipeline
         plans = plan_micro_batches(
             [[padded(length, layout.context) for length in part.lengths] for part in everyone],
@@ -431,11 +439,11 @@ class Policy:
         align, device = layout.tensor if layout.sequence else 1, platforms.current().device
         context = parallel_state.get_context_parallel_rank(), layout.context
         mine = plans[parallel_state.get_data_parallel_rank()]
-        micro_batches = [pack(samples, indices, align, streams, self._packer, context).to(device) for indices in mine]
+        micro_batches = [pack(samples, indices, align, streams, self.images, context).to(device) for indices in mine]
         return micro_batches, sum(bool(indices) for plan in plans for indices in plan)
 
     def _patches(self, everyone: Sequence[_Shapes]) -> Patches | None:
-        most, packer = self.config.trainer.micro_batch_patches, self._packer
+        most, packer = self.config.trainer.micro_batch_patches, self.images
         if packer is None or most is None:
             return None
         return Patches([[count * packer.merge**2 for count in part.images] for part in everyone], most)

@@ -197,11 +197,56 @@ def test_the_config_says_what_of_the_tower_is_trained(trained: str, changes: int
     assert all("merger" in name for name in changed) or trained == "all"
 
 
-def test_what_is_trained_has_the_gradient_of_transformers(ran: Any, model_dir: Any, samples_of: Any) -> None:
-    got = ran(2, "qwen2_5_vl", SP2, model__vision__train="projector")["gradients"]
-    wanted = table_names(plain_vision_gradients(model_dir("qwen2_5_vl"), samples_of("qwen2_5_vl")))
+@pytest.mark.parametrize(("family", "trained"), [("qwen2_5_vl", 5), ("qwen3_vl", 18)])
+def test_what_is_trained_has_the_gradient_of_transformers(
+    family: str, trained: int, ran: Any, model_dir: Any, samples_of: Any
+) -> None:
+    got = ran(2, family, SP2, model__vision__train="projector")["gradients"]
+    wanted = table_names(plain_vision_gradients(model_dir(family), samples_of(family)))
     assert worst(got, {name: wanted[name] for name in got}) <= GRADIENT
-    assert sum(name.startswith("visual.merger.") for name in got) == 5
+    assert sum("visual." in name for name in got) == trained
+
+
+@pytest.fixture(scope="module")
+def passes(world: Callable[[int], Any], model_dir: Any, samples_of: Any) -> Callable[..., dict[str, Any]]:
+    def get(family: str, **options: Any) -> dict[str, Any]:
+        directory, run = model_dir(family), "tests.support.ranks.training.vision:passes_of_a_step"
+        arguments = {"model_dir": directory, "samples": samples_of(family), "patches": patches_of(directory)}
+        options |= {"trainer__micro_batch_tokens": 64}  # so that samples of one image are in several
+        [result] = world(1).run(run, layout={}, **arguments, **options)
+        return dict(result)
+
+    return get
+
+
+def furthest(some: dict[str, Any], others: dict[str, Any]) -> list[float]:
+    """The largest difference of the log-probs of each pass."""
+    passes = zip(some["logprobs"], others["logprobs"], strict=True)
+    return [max(float((a - b).abs().max()) for a, b in zip(*each, strict=True)) for each in passes]
+
+
+@pytest.mark.parametrize(
+    ("family", "trained"),
+    [("qwen2_5_vl", "none"), ("qwen2_5_vl", "projector"), ("qwen2_5_vl", "all"), ("qwen3_vl", "projector")],
+)
+def test_a_frozen_tower_sees_each_image_once_in_a_step(family: str, trained: str, passes: Any, model_dir: Any) -> None:
+    """Once for all samples, passes and updates; a trained one sees it each time. The log-probs are the same."""
+    got = passes(family, keeps=True, model__vision__train=trained)
+    plain = passes(family, keeps=False, model__vision__train=trained)
+    distinct = sum(map(len, patches_of(model_dir(family)).values()))
+    assert [reference for _, reference in got["seen"]] == [distinct, distinct]
+    assert [own == distinct for own, _ in got["seen"]] == [trained != "all"] * 2
+    assert all(most > distinct for of_step in plain["seen"] for most in of_step)
+    assert max(furthest(got, plain)) <= 1e-6
+    assert 0 < got["kept"] <= got["planned"] and plain["kept"] == 0
+
+
+def test_features_kept_behind_a_trained_projector_show(passes: Any) -> None:
+    """They are those of its weights before the update."""
+    options = {"keeps": True, "model__vision__train": "projector"}
+    got, stale = passes("qwen2_5_vl", **options), passes("qwen2_5_vl", **options, mistake="kept behind the projector")
+    before, reference, after, *_ = furthest(got, stale)
+    assert max(before, reference) <= 1e-6 < 1e-4 < after
 
 
 def test_patches_bound_the_micro_batches(ran: Any, model_dir: Any, samples_of: Any) -> None:
@@ -265,7 +310,7 @@ assert load_prompts(PROMPTS, data)[0].text
     "program",
     [
         "import megarl.trainer.policy, megarl.models.megatron.build_model, megarl.config.memory_plan.plan",
-        "import megarl.run.loop.session, megarl.run.step.images, megarl.queue.transfer",
+        "import megarl.run.loop.session, megarl.queue.transfer",
         "import megarl.rollout.orchestrator.pool_controller, megarl.rollout.engine.replica",
         "import megarl.rollout.workers.agent_worker, megarl.gateway.actor",
         TEXT,

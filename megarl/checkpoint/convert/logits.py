@@ -169,7 +169,7 @@ def _packed_picture(tower: VisionTower, device: torch.device) -> tuple[list[int]
 
     grid = torch.tensor([[1, SHOWN.height * tower.merge, SHOWN.width * tower.merge]])
     features = torch.arange(SHOWN.tokens)
-    images = ImageBatch(grid, features + SHOWN.offset, features, lambda: _pixels(tower))
+    images = ImageBatch((("", 0, 0),), grid, features + SHOWN.offset, features, lambda numbers: _pixels(tower))
     return [1] * (SHOWN.end + 2), {"images": images.to(device)}
 
 

@@ -123,6 +123,7 @@ def _stage_memory(rank: TrainerRank, device: Device, stage: int) -> Memory:
         for phase in ("update", "log-probs"):
             terms.append(Term("vision tower", rank.tower_bytes(update=phase == "update"), phase, note="estimate"))
             terms.append(Term("pixels", rank.pixel_bytes(), phase))
+            terms.append(Term("image feature cache", rank.feature_cache_bytes(), phase, note="at most"))
     frozen = [(each, replace(rank, info=each.info)) for each in rank.frozen]
     widest = max(forward_bytes(each) for each in (rank, *(held for _, held in frozen)))
     terms.append(Term("forward of one layer", int(widest), "log-probs"))

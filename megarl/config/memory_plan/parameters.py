@@ -15,20 +15,19 @@ import math
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from megarl.config.derived.teachers import trainer_teachers
 from megarl.config.megatron.reserved import ddp_fields, transformer_fields
 from megarl.config.schema import Config, MegatronConfig, TrainerConfig, WeightSyncConfig
 from megarl.models.architecture.architecture import DELTA_CHUNK, DeltaNet, LatentAttention, ModelInfo
 from megarl.models.families import FAMILIES
-from megarl.models.families.vision import PROJECTOR
+from megarl.models.families.vision import FEATURE_CACHE_BYTES, Trained, trains
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.layout import Layout
 
 FP32 = 4
 CHUNK_ROWS = 1.25  # rows of the delta rule's chunks per token, because sequences end inside chunks. An estimate
-Trained: TypeAlias = Literal["none", "projector", "all"]  # which part of a vision tower
 
 
 @dataclass(frozen=True)
@@ -74,11 +73,7 @@ def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) ->
 
 def tower_parameters(info: ModelInfo, trained: Trained) -> int:
     """Return how many parameters of the vision tower `model.vision.train` trains, on each rank of stage 0."""
-    if trained == "none":
-        return 0
-    rules = [
-        rule for rule in FAMILIES[info.family].vision(info) if trained == "all" or rule.megatron.startswith(PROJECTOR)
-    ]
+    rules = [rule for rule in FAMILIES[info.family].vision(info) if trains(rule.megatron, trained)]
     return sum(math.prod(info.dims[size] for size in rule.sources[0].shape.split()) for rule in rules)
 
 
@@ -143,6 +138,7 @@ class TrainerRank:
     sync: WeightSyncConfig
     frozen: tuple[FrozenModel, ...]
     trains_vision: Trained = "projector"
+    step_patches: int = 0  # the most vision patches of all images of a step
 
     @classmethod
     def of(cls, config: Config, info: ModelInfo, layout: Layout, *, fused: bool) -> TrainerRank:
@@ -153,9 +149,12 @@ class TrainerRank:
             with suppress(ValueError):  # its config.json is not on this machine
                 frozen.append(FrozenModel(f"weights of teacher {each.name}", each.placement, load_info(each.path)))
         weighs_entropy = config.algorithm.entropy_coef > 0
+        vision, batch = config.model.vision, config.batch
+        images = batch.groups * batch.samples_per_group * vision.images_per_prompt
+        patches = images * (vision.max_pixels // info.vision.patch**2) if info.vision else 0
         return cls(
             info, layout, config.trainer, config.megatron, weighs_entropy, fused, config.weight_sync, tuple(frozen),
-            config.model.vision.train,
+            vision.train, patches,
         )  # fmt: skip
 
     def with_trainer(self, **fields: object) -> TrainerRank:
@@ -343,6 +342,14 @@ class TrainerRank:
             kept += tower.layers * tower.hidden * element
             block += tower.hidden * (2 * FP32 + 4 * element) + tower.ffn * element
         return self.patch_limit * (kept * in_flight_chunks(self.layout, 0) + block)
+
+    def feature_cache_bytes(self) -> int:
+        """Return the most bytes that the frozen towers of this rank cache of a step's images."""
+        tower = self.info.vision
+        if tower is None:
+            return 0
+        one = min(FEATURE_CACHE_BYTES, self.step_patches * tower.hidden * (1 + len(tower.deepstack)) * self.element)
+        return one * (len(self.frozen) + (self.trains_vision != "all"))
 
     def logits_bytes(self, *, update: bool) -> int:
         """Return the bytes of one chunk of the log-prob head: of a forward pass, or of an `update` with backward pass.

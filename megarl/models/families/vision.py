@@ -5,15 +5,17 @@ The tower is Hugging Face's module, so its parameters keep their Hugging Face na
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from megarl.models.architecture.architecture import ModelInfo, VisionTower
 from megarl.models.architecture.mapping import Rule, Source
 
 TOWER = "visual."
 PROJECTOR = (f"{TOWER}merger.", f"{TOWER}deepstack_merger_list.")  # map the tower's features to the hidden size
+Trained: TypeAlias = Literal["none", "projector", "all"]  # what of a tower is
+FEATURE_CACHE_BYTES = 512 << 20  # of a frozen tower's outputs for the images of a step, on each rank with a tower
 
 
 def language_config(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,6 +90,17 @@ def tower_rules(hf: str, shapes: Mapping[str, str], info: ModelInfo) -> tuple[Ru
             yield from ((name.format(layer=number, deep=number), shape) for number in range(count))
 
     return tuple(Rule(TOWER + name, (Source(hf + name, shape),)) for name, shape in names())
+
+
+def trains(name: str, trained: Trained) -> bool:
+    """Return whether a parameter of a tower, by Megatron's name, is trained."""
+    return trained == "all" or (trained == "projector" and name.startswith(PROJECTOR))
+
+
+def frozen_tensors(rules: Iterable[Rule], trained: Trained) -> tuple[str, ...]:
+    """Return the names in the files of what is not trained of a tower, by its rules."""
+    fixed = (rule for rule in rules if not trains(rule.megatron, trained))
+    return tuple(source.name for rule in fixed for source in rule.sources)
 
 
 def under(prefix: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:

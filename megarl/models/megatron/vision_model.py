@@ -4,6 +4,9 @@ The vision tower is Hugging Face's module, whole on every tensor rank of the fir
 into the embeddings of all tokens, and the sequence is then split over the tensor ranks. The backward pass of the split
 gathers, so each tensor rank has the tower's full gradient and none is summed over them.
 
+The outputs of a frozen tower, or of the frozen part before a trained projector, are cached until the end of the step,
+for the other samples of an image and for the other passes.
+
 Shapes: T packed tokens, I image tokens among them, N distinct images, P patches, C values per patch, M image features
 (P / merge²), H hidden size of the language model, F frequencies of its RoPE, one per two channels.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -27,19 +30,20 @@ from torch.autograd.function import FunctionCtx
 from megarl import platforms
 from megarl.models.architecture.architecture import ModelInfo, VisionTower
 from megarl.models.architecture.rope import inverse_frequencies
-from megarl.models.families.vision import PROJECTOR, TOWER
+from megarl.models.families.vision import FEATURE_CACHE_BYTES, TOWER, Trained, trains
 
-Trained = Literal["none", "projector", "all"]
+ImageKey = tuple[str, int, int]  # hash, height and width of an image, which determine its features
 
 
 @dataclass(frozen=True)
 class ImageBatch:
     """The images of a packed micro-batch, each distinct one once."""
 
+    keys: tuple[ImageKey, ...]
     grids_N3: Tensor  # int64: 1, and height and width of each image in patches
     rows_I: Tensor  # int64: the row of T of each image token
     features_I: Tensor  # int64: the row of M that belongs there
-    read: Callable[[], Tensor]  # returns the patches of all images, uint8 [P, C] on the CPU
+    read: Callable[[Sequence[int]], Tensor]  # returns patches of images, given by index: uint8 [P, C] on the CPU
 
     def to(self, device: torch.device) -> ImageBatch:
         """Return the same batch with its indices on `device`. Patches move when they are read."""
@@ -124,6 +128,8 @@ class VisionGPTModel(GPTModel):
                 f"stage has {len(self.decoder.layers)}; use fewer stages"
             )
         self.visual = _build_tower(info, self.config, device)
+        # Outputs of the tower's frozen part by image. Whoever provides the images clears it after each step.
+        self.feature_cache: dict[ImageKey, tuple[Tensor, ...]] = {}
         for index in range(len(tower.deepstack)):
             self.decoder.layers[index].register_forward_hook(_adds_features(index), with_kwargs=True)
 
@@ -169,8 +175,7 @@ class VisionGPTModel(GPTModel):
         self, hidden_T1H: Tensor, images: ImageBatch, packing: PackedSeqParams | None
     ) -> tuple[Tensor, PackedSeqParams | None]:
         """Return the hidden states with image features inserted, and the packing with deepstack's features."""
-        with nullcontext() if self.trains_vision else torch.no_grad():
-            features_MH, *deeper = self._features(images.read(), images.grids_N3)
+        features_MH, *deeper = self._cached_features(images)
         inserted_I1H = features_MH.index_select(0, images.features_I)[:, None].to(hidden_T1H.dtype)
         hidden_T1H = hidden_T1H.index_copy(0, images.rows_I, inserted_I1H)
         if not deeper:
@@ -188,6 +193,56 @@ class VisionGPTModel(GPTModel):
             leaves = tuple(each.detach().requires_grad_() for each in added)
             hidden_T1H, added = _LateGradient.apply(hidden_T1H, leaves, *added), leaves
         return hidden_T1H, _DeepstackParams(**vars(packing or PackedSeqParams()), rows=rows_I, features=added)
+
+    def _cached_features(self, images: ImageBatch) -> list[Tensor]:
+        """Return the image features [M, H], then those of each deepstack layer. The tower sees only uncached images.
+
+        If more of the tower than its projectors is trained, nothing is cached.
+        """
+        if any(p.requires_grad for name, p in self.visual.named_parameters() if not trains(TOWER + name, "projector")):
+            return self._features(images.read(range(len(images.keys))), images.grids_N3)
+        found = {key: self.feature_cache[key] for key in images.keys if key in self.feature_cache}
+        if missing := [number for number, key in enumerate(images.keys) if key not in found]:
+            grids_N3 = images.grids_N3[missing]
+            with torch.no_grad():
+                made = (self._states if self.trains_vision else self._features)(images.read(missing), grids_N3)
+            sizes = (grids_N3.prod(-1) // self.tower.merge**2).tolist()
+            parts = zip(*(each.split(sizes) for each in made), strict=True)
+            new = dict(zip([images.keys[number] for number in missing], parts, strict=True))
+            held = [part for of_image in self.feature_cache.values() for part in of_image]
+            if sum(part.nbytes for part in (*held, *made)) <= FEATURE_CACHE_BYTES:
+                self.feature_cache |= new
+            found |= new
+        frozen = [torch.cat(parts) for parts in zip(*(found[key] for key in images.keys), strict=True)]
+        if not self.trains_vision:
+            return frozen
+        return [project(each.flatten(0, 1)) for project, each in zip(self._projectors, frozen, strict=True)]
+
+    @property
+    def _projectors(self) -> list[torch.nn.Module]:
+        """The modules that map the tower's states to image features, then those of each deepstack layer."""
+        visual: Any = self.visual
+        return [visual.merger, *getattr(visual, "deepstack_merger_list", ())]
+
+    def _states(self, patches_PC: Tensor, grids_N3: Tensor) -> list[Tensor]:
+        """Run the tower; return the input of each projector in the order of the features, [M, merge², tower's hidden].
+
+        With windowed attention the tower reorders its rows and restores the order behind the projector. So projectors
+        return row numbers here, and the tower's output is the permutation.
+        """
+        given: dict[torch.nn.Module, Tensor] = {}
+
+        def number(projector: torch.nn.Module, inputs: tuple[Tensor, ...], output_MH: Tensor) -> Tensor:
+            given[projector] = inputs[0].view(len(output_MH), self.tower.merge**2, -1)
+            return torch.arange(len(output_MH), device=output_MH.device)[:, None]
+
+        hooks = [projector.register_forward_hook(number) for projector in self._projectors]
+        try:
+            rows = self._features(patches_PC, grids_N3)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [given[projector][rows_M1[:, 0]] for projector, rows_M1 in zip(self._projectors, rows, strict=True)]
 
     def _features(self, patches_PC: Tensor, grids_N3: Tensor) -> list[Tensor]:
         """Run the tower; return the image features [M, H], then those of each deepstack layer."""
@@ -219,9 +274,7 @@ def freeze_vision(chunks: Sequence[torch.nn.Module], trained: Trained) -> None:
         if not isinstance(chunk, VisionGPTModel) or not chunk.pre_process:
             continue
         for name, parameter in chunk.visual.named_parameters():
-            parameter.requires_grad_(
-                trained == "all" or (trained == "projector" and (TOWER + name).startswith(PROJECTOR))
-            )
+            parameter.requires_grad_(trains(TOWER + name, trained))
             if platforms.current().is_cuda:
                 # Kernels with a varying order of additions let the tensor ranks' copies drift apart.
                 parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]

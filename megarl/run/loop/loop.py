@@ -42,8 +42,7 @@ def train(session: Session) -> None:
         batch = take_batch(session, step)
         plan, timings = batch.plan, batch.timings
         trained: set[int] = set()
-        if batch.files:
-            policy.read_patches = session.images.reader(batch.files)
+        policy.show_images(batch.files)
         try:
             with session.batches.keep_on_failure(batch):
                 trained = train_step(
@@ -54,8 +53,7 @@ def train(session: Session) -> None:
             plan = session.skip(error, plan)
         session.refresh_reference(step + 1)
         recorder.samples(step, batch.samples)
-        if batch.files:
-            policy.read_patches = None
+        policy.show_images({})
         del batch  # its rows then take no room next to those of the next batch and of the one being prepared
         counted = pool.commit(step, plan)
         session.version += pace.updates_per_step

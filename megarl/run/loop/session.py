@@ -32,7 +32,6 @@ from megarl.run.loop.shared_gpus import SharedGpus
 from megarl.run.loop.stop import StopSignals, StopVote
 from megarl.run.ranks.control_group import ControlGroup
 from megarl.run.record.recorder import Recorder, Stateful, collect, restore
-from megarl.run.step.images import StepImages
 from megarl.run.step.plan import StepPlan
 from megarl.telemetry.trace import events
 from megarl.trainer import parallel
@@ -76,7 +75,6 @@ class Session:
         layout = trainer_layout(config.trainer.parallel, config.trainer.gpus)
         parallel.initialize(layout, seed=config.run.seed, timeout_s=config.timeouts.collective_s)
         self.policy = Policy(config, layout, info)
-        self.images = StepImages(config.model.path, config.model.vision)
         self.recorder.describe_model(info)
         dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
         self._exporter = HFExporter(self.policy.module_chunks, info, dtype)
@@ -86,7 +84,10 @@ class Session:
         self.gpus = SharedGpus(config, self.policy, self.peers, self.recorder, self.pool.engine_handles, planned)
         self.monitor = RunMonitor(config.monitor, self.pool, self.recorder, lambda: self.gpus.residue.values)
         settings = SyncSettings.of(config.weight_sync, config.timeouts, config.run_dir, asleep=self.gpus.shared)
-        self.sender = WeightSender(settings, self._exporter, host=store_address(config.ray), aside=self.gpus.aside)
+        self.sender = WeightSender(
+            settings, self._exporter, host=store_address(config.ray), aside=self.gpus.aside,
+            frozen=self.policy.frozen_tensors,
+        )  # fmt: skip
         self.checkpointer = Checkpointer(config, self.policy, self.peers.group, self.recorder.say)
         self.stopped: str | None = None  # why the run stops before `run.steps`; the same on every rank
         self.unsaved_steps = 0  # trained but lost, because the save at the stop failed

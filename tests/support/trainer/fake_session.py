@@ -368,6 +368,8 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
             or SimpleNamespace(
                 module_chunks=[],
                 refresh_reference=refresh_reference,
+                show_images=lambda files: None,
+                frozen_tensors=(),
                 memory=FakeMemory(note),
             )
         ),
@@ -375,7 +377,7 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
         "save_hf": save_hf,
         "BatchSource": type("BatchesOfRun", (FakeBatches,), {"run": run}),
         "RolloutClient": lambda config, peers, recorder: FakePool(run),
-        "WeightSender": lambda settings, exporter, host, aside: FakeSender(run),
+        "WeightSender": lambda settings, exporter, host, aside, frozen: FakeSender(run),
         "Checkpointer": lambda config, policy, group, say: FakeCheckpointer(run),
         "StopVote": lambda run_dir, peers, signals: SimpleNamespace(
             agree=run.agree, install=install, asked=lambda: run.asked is not None

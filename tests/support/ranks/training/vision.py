@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoint.save.checkpointer import Checkpointer
+from megarl.config.memory_plan.parameters import TrainerRank
 from megarl.models.megatron import vision_model
 from megarl.models.megatron.vision_model import MultimodalRope, VisionGPTModel
 from megarl.trainer.batch import TrainSample
@@ -40,7 +41,7 @@ def run(
     """
     with ExitStack() as stack:
         policy = stack.enter_context(built_policy(vision_config(model_dir, **changes), make_layout(**layout)))
-        policy.read_patches = lambda image: torch.from_numpy(patches[image.hash])
+        show(policy, patches)
         _, mine = own_share(samples)
         stack.enter_context(MISTAKES[mistake](policy))
         logprobs = dict(zip([sample.key for sample in mine], policy.compute_logprobs(mine), strict=True))
@@ -61,6 +62,47 @@ def run(
         }
 
 
+def passes_of_a_step(
+    model_dir: Path, layout: dict[str, Any], samples: list[TrainSample], patches: Patches, *, keeps: bool,
+    mistake: str = "", **changes: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """The passes of a step with two updates, and one of the next step: log-probs, and what the towers have done.
+
+    `seen`: the patches that the towers of policy and reference see in each of the two steps. `keeps`: the towers may
+    keep what they make of images. `kept`: the bytes that they keep of the first step.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(
+            mock.patch.object(vision_model, "FEATURE_CACHE_BYTES", vision_model.FEATURE_CACHE_BYTES if keeps else -1)
+        )
+        config = vision_config(model_dir, **changes)
+        policy = stack.enter_context(built_policy(config, make_layout(**layout)))
+        stack.enter_context(MISTAKES[mistake](policy))
+        show(policy, patches)
+        assert policy.reference is not None
+        seen: list[list[int]] = []
+        for place, chunks in enumerate((policy.module_chunks, policy.reference.chunks)):
+            for tower in _towers(chunks):
+                tower.visual.patch_embed.register_forward_hook(
+                    lambda module, inputs, output, place=place: seen[-1].__setitem__(
+                        place, seen[-1][place] + len(output)
+                    )
+                )
+        _, mine = own_share(samples)
+        logprobs, kept = [], 0
+        for _ in range(2):
+            policy.show_images({})
+            seen.append([0, 0])
+            logprobs += [policy.compute_logprobs(mine), policy.compute_logprobs(mine, reference=True)]
+            if len(seen) == 1:
+                policy.update(mine, another_follows=True)
+                logprobs.append(policy.compute_logprobs(mine))
+                policy.update(mine)
+                kept = sum(part.nbytes for of in policy._feature_caches for parts in of.values() for part in parts)
+        planned = TrainerRank.of(config, policy.info, policy.layout, fused=False).feature_cache_bytes()
+        return {"logprobs": logprobs, "seen": seen, "kept": kept, "planned": planned}
+
+
 def save_and_resume(
     model_dir: Path, layout: dict[str, Any], samples: list[TrainSample], patches: Patches, root: Path, **changes: Any
 ) -> dict[str, Any]:
@@ -70,7 +112,7 @@ def save_and_resume(
     """
     own = {"checkpoint__dir": root, "run__dir": root.with_name(f"{root.name}-run"), "data__path": PROMPTS}
     with built_policy(vision_config(model_dir, **own, **changes), make_layout(**layout)) as policy:
-        policy.read_patches = lambda image: torch.from_numpy(patches[image.hash])
+        show(policy, patches)
         _, mine = own_share(samples)
         group = torch.distributed.group.WORLD
         assert group is not None
@@ -84,8 +126,14 @@ def save_and_resume(
         return {"resumed": resumed, "saved": saved, "end": exported(policy)}
 
 
-def _towers(policy: Policy) -> Iterator[VisionGPTModel]:
-    for chunk in policy.module_chunks:
+def show(policy: Policy, patches: Patches) -> None:
+    """Let the policy read patches in place of files."""
+    assert policy.images is not None
+    policy.images.read = lambda image: torch.from_numpy(patches[image.hash])  # type: ignore[method-assign]
+
+
+def _towers(chunks: Sequence[torch.nn.Module]) -> Iterator[VisionGPTModel]:
+    for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, VisionGPTModel) and module.pre_process:
                 yield module
@@ -101,10 +149,9 @@ def _flat_positions(policy: Policy) -> AbstractContextManager[Any]:
 
 
 def _blank(policy: Policy) -> AbstractContextManager[Any]:
-    read = policy.read_patches
-    assert read is not None
-    policy.read_patches = lambda image: torch.zeros_like(read(image))
-    return nullcontext()
+    assert policy.images is not None
+    read = policy.images.read
+    return mock.patch.object(policy.images, "read", lambda image: torch.zeros_like(read(image)))
 
 
 def _normalised_twice(policy: Policy) -> AbstractContextManager[Any]:
@@ -121,7 +168,7 @@ def _normalised_twice(policy: Policy) -> AbstractContextManager[Any]:
 @contextmanager
 def _summed_over_tensor_ranks(policy: Policy) -> Iterator[None]:
     """Mark the tower's gradients as shares of the tensor ranks, as those of layer norms are under SP."""
-    for tower in _towers(policy):
+    for tower in _towers(policy.module_chunks):
         for parameter in tower.visual.parameters():
             parameter.sequence_parallel = True  # type: ignore[attr-defined]
     yield
@@ -138,13 +185,28 @@ def _axes_in_blocks(policy: Policy) -> Iterator[None]:
 
 
 def _deepstack_one_layer_late(policy: Policy) -> AbstractContextManager[Any]:
-    for tower in _towers(policy):
+    for tower in _towers(policy.module_chunks):
         for layer in tower.decoder.layers:
             layer._forward_hooks.clear()
             layer._forward_hooks_with_kwargs.clear()
         for index in range(len(tower.tower.deepstack)):
             tower.decoder.layers[index + 1].register_forward_hook(vision_model._adds_features(index), with_kwargs=True)
     return nullcontext()
+
+
+def _kept_behind_the_projector(policy: Policy) -> AbstractContextManager[Any]:
+    """Keep the features of a pass without gradients, although the projector that makes them is trained."""
+    features_of, made = VisionGPTModel._cached_features, dict[tuple[Any, ...], list[Tensor]]()
+
+    def kept(self: VisionGPTModel, images: vision_model.ImageBatch) -> list[Tensor]:
+        key = (id(self), images.keys)
+        if torch.is_grad_enabled():
+            return features_of(self, images)
+        if key not in made:
+            made[key] = features_of(self, images)
+        return made[key]
+
+    return mock.patch.object(VisionGPTModel, "_cached_features", kept)
 
 
 MISTAKES: dict[str, Callable[[Policy], AbstractContextManager[Any]]] = {
@@ -155,4 +217,5 @@ MISTAKES: dict[str, Callable[[Policy], AbstractContextManager[Any]]] = {
     "summed over tensor ranks": _summed_over_tensor_ranks,
     "axes in blocks": _axes_in_blocks,
     "deepstack one layer late": _deepstack_one_layer_late,
+    "kept behind the projector": _kept_behind_the_projector,
 }

@@ -10,11 +10,11 @@ import psutil
 import pytest
 import torch
 
-from megarl.config.schema import VisionConfig
+from megarl.config.schema import ModelConfig, VisionConfig
 from megarl.models.hf import image_patches
 from megarl.models.hf.image_patches import ImageProcessor
+from megarl.models.hf.read_config import load_info
 from megarl.queue.images import ImageRef
-from megarl.run.step.images import StepImages
 from megarl.trainer.packed_images import ImagePacker
 from tests.support.models.tiny_vision import make_tiny_vision, picture
 
@@ -30,20 +30,22 @@ def test_memory_is_flat_over_200_steps(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(image_patches, "CACHE_BYTES", KEPT)
     model = make_tiny_vision(tmp_path)
     tower: Any = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).model.visual
-    processor, images, process = ImageProcessor(model, VISION.max_pixels), StepImages(model, VISION), psutil.Process()
+    processor, process = ImageProcessor(model, VISION.max_pixels), psutil.Process()
+    seen = load_info(model).vision
+    assert seen is not None
+    packer = ImagePacker(ModelConfig(path=model, vision=VISION), seen)
     since = warm = 0
     for step in range(STEPS):
         contents = [picture(356, 220, OF_STEP * step + number) for number in range(OF_STEP)]
         refs = [ImageRef(processor.hash(each), 1, *processor.size(each)) for each in contents]
-        read = images.reader({ref.hash: each for ref, each in zip(refs, contents, strict=True)})
-        packer = ImagePacker(processor.merge, 3 * 2 * processor.patch**2, read)
+        packer.files = {ref.hash: each for ref, each in zip(refs, contents, strict=True)}
         length = 1 + refs[0].tokens
         batch = packer.pack([[each] for each in refs], [length * number for number in range(OF_STEP)])
         assert batch is not None
-        pixels = batch.read()
+        pixels = batch.read(range(len(batch.keys)))
         since += pixels.nbytes if step > WARM else 0
         tower(pixels.float() / 255, grid_thw=batch.grids_N3).pooler_output.sum().backward()
-        del pixels, batch, read, packer
+        del pixels, batch
         if step == WARM:
             gc.collect()
             warm = process.memory_info().rss
