@@ -27,7 +27,7 @@ from megarl.common.rundir.json_lines import read_json_lines
 from megarl.common.trust.object_collectives import TEXT
 from megarl.config.derived.datasets import train_sets
 from megarl.config.derived.staleness import refill_groups
-from megarl.queue.dump import DumpedBatch, DumpError, read_batch, recorded_steps
+from megarl.queue.dump import DumpedBatch, DumpError, read_batch, read_images, recorded_steps
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE
 
 if TYPE_CHECKING:
@@ -214,8 +214,6 @@ def replay_steps(
     for step in steps:
         with timer.phase("queue"):
             batch, replaced, reused, skipped = read_batch(batches, step), [], [], False
-            if any(row.images for row in batch.trajectories):
-                raise DumpError(f"{batches}: the rows of step {step} have images, whose files are not recorded")
             _check_sets({tag.dataset for tag in batch.tags}, {each.name for each in train_sets(config)}, batches, step)
             if schedule is not None and (scheduled := schedule.get(step)) is not None:
                 replaced = scheduled.replaced if refill_groups(config) else []
@@ -228,6 +226,7 @@ def replay_steps(
                 raise RuntimeError(f"the ranks read different batches of step {step} from {batches}; is it shared?")
             wanted = set(plan.keys_of(parallel.dp_rank()))
             rows = {row.key: row for row in batch.trajectories if row.key in wanted}
+            policy.show_images(read_images(batches, rows.values()))
         trained = train_step(policy, plan, rows, config, timer, metrics, step=step)
         policy.refresh_reference(step + 1)
         record_batch(metrics, plan, trained)

@@ -3,18 +3,20 @@
 A step is one or more Parquet files `step_000012.0-of-1.parquet`, one per writer (a DP leader writes the rows that it
 fetched). A file has one row per trajectory and unpadded list columns, which pandas and DuckDB read directly. Parts
 appear atomically; a step is valid only if all its parts exist. Log-probs are float32, as in the engine, so the round
-trip is exact; rewards and reward components are float64.
+trip is exact; rewards and reward components are float64. Image files are in the directory `images`, each once, named by
+its hash.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.common.files import replace_file
 from megarl.queue.images import ImageRef
 from megarl.queue.routes import Routes
 from megarl.queue.streams import STREAMS, stream_column, stream_row
@@ -60,13 +62,19 @@ def write_batch(
     """Write one part of a step's batch atomically (fsync, then rename); return the file.
 
     Several writers each pass a different `part` of `parts`. Parts without rows must be written too, because a step is
-    valid only with all its parts. Raises OSError if the file cannot be written, ValueError unless 0 <= part < parts.
+    valid only with all its parts. Image files of the trajectories are written first. Raises OSError if a file cannot be
+    written, ValueError unless 0 <= part < parts.
     """
     import pyarrow.parquet as pq
 
     if not 0 <= part < parts:
         raise ValueError(f"batch dump: part {part} of {parts} does not exist")
     directory.mkdir(parents=True, exist_ok=True)
+    for trajectory in trajectories:
+        for name, content in trajectory.files.items():
+            if not (image := _image_path(directory, name)).exists():
+                image.parent.mkdir(exist_ok=True)
+                replace_file(image, content)
     path = directory / f"step_{step:06d}.{part}-of-{parts}.parquet"
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -105,6 +113,21 @@ def read_batch(directory: Path, step: int) -> DumpedBatch:
     assert version is not None
     ordered = sorted(rows.values(), key=lambda row: (row.group_id, row.sample_index, row.part))
     return DumpedBatch(step, version, ordered)
+
+
+def read_images(directory: Path, rows: Iterable[Trajectory]) -> dict[str, bytes]:
+    """Return the files of the images of recorded rows by hash. Raises DumpError if one is missing."""
+    names = {image.hash for row in rows for image in row.images}
+    try:
+        return {name: _image_path(directory, name).read_bytes() for name in names}
+    except OSError as error:
+        raise DumpError(f"{directory}: a file of an image of its rows is missing: {error}") from error
+
+
+def _image_path(directory: Path, name: str) -> Path:
+    if not name.isalnum():
+        raise DumpError(f"{directory}: {name!r} is no hash of an image")
+    return directory / "images" / name
 
 
 def recorded_steps(directory: Path) -> list[int]:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl.queue import row_format
-from megarl.queue.dump import DumpError, read_batch, recorded_steps, write_batch
+from megarl.queue.dump import DumpError, read_batch, read_images, recorded_steps, write_batch
 from megarl.queue.images import ImageRef
 from megarl.queue.routes import Routes
 from megarl.queue.sample_lines import choose_keys, sample_record
@@ -74,6 +74,25 @@ def test_round_trip_is_exact(tmp_path, batch, step):
     assert (read.step, read.version) == (step, 7)
     assert read.trajectories == sorted(batch, key=lambda each: (each.group_id, each.sample_index, each.part))
     assert read.tags == [each.tag for each in read.trajectories]
+
+
+def test_files_of_images_are_kept_once(tmp_path):
+    contents = {"ab12": b"first", "cd34": b"second"}
+    refs = {name: ImageRef(name, place, 1, 1) for place, name in enumerate(contents)}
+    both = make(0, 0, images=tuple(refs.values()), files=contents)
+    one = make(1, 0, images=(refs["ab12"],), files={"ab12": b"first"})
+    write_batch(tmp_path, 0, 0, [both], part=0, parts=2)
+    write_batch(tmp_path, 0, 0, [one], part=1, parts=2)
+    rows = read_batch(tmp_path, 0).trajectories
+    assert read_images(tmp_path, rows) == contents and read_images(tmp_path, [make(2, 0)]) == {}
+    assert read_images(tmp_path, rows[1:]) == {"ab12": b"first"}
+    assert sorted(path.name for path in (tmp_path / "images").iterdir()) == sorted(contents)
+    (tmp_path / "images" / "cd34").unlink()
+    with pytest.raises(DumpError, match="a file of an image of its rows is missing"):
+        read_images(tmp_path, rows)
+    outside = (ImageRef("../step_000000.0-of-2.parquet", 0, 1, 1),)
+    with pytest.raises(DumpError, match="is no hash of an image"):
+        read_images(tmp_path, [make(3, 0, images=outside)])
 
 
 def test_nan_of_a_failed_sample_survives(tmp_path):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -283,11 +283,18 @@ class BatchSource:
         return [(row, references.get(row.group_id)) for row in rows]
 
     def _read_share(self, plan: StepPlan, rebuilds: int) -> list[Trajectory]:
-        """Return this leader's share of all rows, filtered groups included; [] on other ranks. Raises PartsLost."""
+        """Return this leader's share of all rows, filtered groups included; [] on other ranks. Raises PartsLost.
+
+        The rows have the files of all their images.
+        """
         if self._queue is None:
             return []
         keys = list(plan.tags)[parallel.dp_rank() :: parallel.dp_size()]
-        return self._queue.read(rebuilds, lambda queue: queue.fetch(keys))
+        rows = self._queue.read(rebuilds, lambda queue: queue.fetch(keys))
+        if not any(row.images for row in rows):
+            return rows
+        files = self._queue.read(rebuilds, lambda queue: queue.fetch_images(rows))
+        return [replace(row, files={image.hash: files[image.hash] for image in row.images}) for row in rows]
 
     def _read_for_replica(self, rebuilds: int, question: Callable[[QueueReader], T], codec: Codec[T]) -> T | None:
         """Read the queue on the leader and return the result on every rank of its replica; None if the queue has died.
