@@ -7,16 +7,16 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 
 from megarl.common.trust.secret_references import resolved
-from megarl.tools.tool import MAX_CHARACTERS, ToolAnswer, bounded
+from megarl.tools.tool import MAX_CHARACTERS, MAX_IMAGE_BYTES, ToolAnswer, answer_of, bounded
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
-MAX_RESPONSE = 1 << 20  # bytes
+MAX_RESPONSE = 1 << 20  # bytes, without images
 _BUSY = 429
 
 
@@ -33,7 +33,8 @@ class HttpTool:
     """The tool at `url`.
 
     A call sends `{"name": ..., "arguments": {...}}`. The answer is a JSON object with `text`, and `error` if it is one;
-    any other answer is the text itself. `token`: `{env: NAME}`, the variable of a bearer token. A call that may have
+    any other answer is the text itself. With `images` it may also be a list of chat parts with images as data URLs
+    (`answer_of`). `token`: `{env: NAME}`, the variable of a bearer token. A call that may have
     reached the other side is repeated only if the tool is `idempotent`; one that did not, or that got status 429,
     always. Redirects are not followed, and no proxy of the environment is used. Raises ValueError for a setting that
     cannot be used.
@@ -48,6 +49,7 @@ class HttpTool:
         parameters: Mapping[str, Any],
         token: Mapping[str, str] | None = None,
         idempotent: bool = False,
+        images: bool = False,
         max_characters: int = MAX_CHARACTERS,
     ) -> None:
         address = httpx.URL(url)
@@ -59,7 +61,8 @@ class HttpTool:
             raise ValueError(f"the tool {name!r}: token has to be {{env: NAME}}, not the secret itself")
         self.name, self.description, self.idempotent = name, description, idempotent
         self.parameters = dict(parameters)
-        self._url, self._max_characters = address, max_characters
+        self._url, self._max_characters, self._images = address, max_characters, images
+        self._most = MAX_RESPONSE + (MAX_IMAGE_BYTES * 4 // 3 if images else 0)  # in base64
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}  # its size is bounded as it is sent
         if token is not None:
             headers["Authorization"] = f"Bearer {resolved({'token': token}, f'tool {name}')['token']}"
@@ -101,8 +104,8 @@ class HttpTool:
                 body = bytearray()
                 async for part in response.aiter_raw():
                     body += part
-                    if len(body) > MAX_RESPONSE:
-                        return self._error(f"its answer is longer than {MAX_RESPONSE} bytes")
+                    if len(body) > self._most:
+                        return self._error(f"its answer is longer than {self._most} bytes")
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             return _Failed(f"no connection: {type(error).__name__}", sent=False)
         except httpx.HTTPError as error:
@@ -122,7 +125,16 @@ class HttpTool:
             return ToolAnswer(bounded(text, self._max_characters))
         if isinstance(answer, dict) and isinstance(answer.get("text"), str):
             return ToolAnswer(bounded(answer["text"], self._max_characters), answer.get("error") is True)
+        if self._images and isinstance(answer, list):
+            return self._shown(answer)
         return ToolAnswer(bounded(text, self._max_characters))
+
+    def _shown(self, parts: list[object]) -> ToolAnswer:
+        try:
+            answer = answer_of(parts)
+        except (ValueError, KeyError, TypeError) as error:
+            return self._error(f"its answer has chat parts that cannot be used: {type(error).__name__}: {error}")
+        return replace(answer, text=bounded(answer.text, self._max_characters))
 
     def _error(self, message: str) -> ToolAnswer:
         return ToolAnswer(bounded(f"error: {self.name}: {message}", self._max_characters), error=True)

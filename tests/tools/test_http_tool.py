@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import socket
 import threading
@@ -15,7 +16,8 @@ import pytest
 
 from megarl.cluster.pool.ray_head import ReservedPorts
 from megarl.tools.http_tool import MAX_RESPONSE, HttpTool
-from megarl.tools.tool import ToolAnswer
+from megarl.tools.tool import MAX_IMAGE_BYTES, ToolAnswer
+from tests.support.models.tiny_vision import picture
 
 PARAMETERS = {"type": "object", "properties": {"query": {"type": "string"}}}
 LONG_S = 60.0
@@ -105,6 +107,38 @@ def test_answers(server: Server, status: int, text: str, answer: ToolAnswer) -> 
     server.headers_back = {"Location": "http://127.0.0.1:1/"} if status == 302 else {}
     assert call(server.url) == answer
     assert len(server.requests) == 1
+
+
+def shown(*urls: object) -> str:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return json.dumps([{"type": "text", "text": "Seen: "}, *parts])
+
+
+def test_an_answer_with_images(server: Server) -> None:
+    content, mark = picture(90, 60, 1), "data:image/png;base64,"
+    text = shown(mark + base64.b64encode(content).decode(), mark + base64.b64encode(bytes(2 << 20)).decode())
+    server.answers = [(200, text)]
+    assert call(server.url, images=True) == ToolAnswer("Seen: <image><image>", images=(content, bytes(2 << 20)))
+    assert "longer than" in call(server.url).text, "only a tool with images may answer at such length"
+    server.answers = [(200, "[1, 2]")]
+    assert call(server.url, images=True) == ToolAnswer("[1, 2]")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (shown("https://example.com/a.png"), "ValueError: it must be a data URL"),
+        (shown("file:///etc/passwd"), "ValueError: it must be a data URL"),
+        (shown(f"data:image/png;base64,{'A' * (MAX_IMAGE_BYTES * 4 // 3 + 8)}"), "it has more than"),
+        ('[{"type": "image", "image": "a.png"}]', "TypeError"),
+        ('[{"type": "image_url"}]', "KeyError"),
+    ],
+    ids=["address", "file", "size", "path", "form"],
+)
+def test_images_that_cannot_be_used(server: Server, text: str, message: str) -> None:
+    server.answers = [(200, text)]
+    answer = call(server.url, images=True)
+    assert answer.error and "chat parts that cannot be used: " in answer.text and message in answer.text
 
 
 @pytest.mark.parametrize("bad", [(0, ""), (500, "broken"), (503, "later")])
