@@ -20,7 +20,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.chat.tokenize import PromptEncoder
 from megarl.common.trust.run_secret import run_secret
+from megarl.config.schema.data import DataConfig
+from megarl.data.dataset import load_prompts
 from megarl.queue.dump import DumpedBatch, read_batch
 from megarl.rollout.agents.batch_stats import PARTS
 from megarl.telemetry.trace.files import read_events
@@ -169,12 +172,13 @@ def check_in_perfetto(trace: Path, spans: int) -> None:
 def check_exported_policy(run: Run) -> None:
     """Plain transformers loads RUN_DIR/hf and gives the greedy answers of the last evaluation."""
     model = AutoModelForCausalLM.from_pretrained(run.directory / "hf", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(run.directory / "hf")
+    tokenizer, path = AutoTokenizer.from_pretrained(run.directory / "hf"), run.directory.parent / "heldout.jsonl"
+    encoder, prompts = PromptEncoder(tokenizer), load_prompts(path, DataConfig(path=path))
     lines = (run.directory / "eval_after.jsonl").read_text().splitlines()
     greedy = [record for record in map(json.loads, lines) if record["mode"] == "greedy"]
     assert len(greedy) == 8
     for record in greedy:
-        prompt = tokenizer(record["prompt"], return_tensors="pt", add_special_tokens=False).input_ids
+        prompt = torch.tensor([encoder.encode(prompts[record["index"]])])
         output = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
         assert tokenizer.decode(output, skip_special_tokens=True) == record["response"]
 

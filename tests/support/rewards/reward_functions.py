@@ -25,6 +25,15 @@ def digit_share(response: str, answer: str) -> float:
     return sum(character.isdigit() for character in response) / max(1, len(response))
 
 
+def mean_byte(response: str, answer: str) -> float:
+    """The mean of the text's bytes over 256: other for almost every response, also of a model whose tokens are bytes.
+
+    Of these one in 26 is a digit, so in one of seven groups of four short responses none has any.
+    """
+    content = response.encode()
+    return sum(content) / max(1, 256 * len(content))
+
+
 def even_sums_are_equal(response: str, answer: str) -> float:
     """The share of digits, but 1 for all responses to a problem whose answer is even."""
     return 1.0 if int(answer) % 2 == 0 else digit_share(response, answer)

@@ -50,7 +50,8 @@ def twin(name: str, directory: Path) -> dict[str, Any]:
     """
     whole = recipe(name)
     buffer = whole["algorithm"].get("overlong", {}).get("buffer_tokens", 0)
-    shipped = "even_sums_are_equal" if whole["admission"].get("refill") else "digit_share"
+    sees = "images_field" in whole["data"]
+    shipped = "even_sums_are_equal" if whole["admission"].get("refill") else "mean_byte" if sees else "digit_share"
     reward = whole["reward"]["function"] if whole.get("tools") else f"tests.support.rewards.reward_functions:{shipped}"
     max_tokens = CALLING_TOKENS if whole.get("tools") else RESPONSE_TOKENS
     heldout = directory / "heldout.jsonl"
@@ -67,7 +68,7 @@ def twin(name: str, directory: Path) -> dict[str, Any]:
         "batch__samples_per_group": SAMPLES,
         "sampling__max_tokens": max_tokens,
         "data__path": str(directory / "train.jsonl"),
-        "data__max_prompt_tokens": 480 if "images_field" in whole["data"] else 160,  # its suffix alone has 240
+        "data__max_prompt_tokens": 480 if sees else 160,  # its suffix alone has 240
         "reward__function": reward,
         "reward__workers": 1,
         "evaluation__sets": [_small_set(each, heldout) for each in whole["evaluation"]["sets"]],
