@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from megarl.common.errors import RequestFailed
 from megarl.common.process import no_torchvision
@@ -178,6 +180,30 @@ def test_a_file_that_is_not_the_images_fails_its_request_alone(sight: Sight) -> 
         sight.ask(request)
     fine = sight.request("See <image>.", FILES[:1])
     assert close(sight.gap(fine, sight.ask(fine)))
+
+
+@pytest.mark.parametrize("mistake", ["normalised twice", "expanded twice"])
+def test_what_is_done_twice_shows(sight: Sight, monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
+    """Neither is an error in vLLM. The picture is a new one, so that nothing is cached under its hash."""
+    content = picture(90, 60, 30 + len(mistake))
+    if mistake == "normalised twice":
+        once = ImageInputs._normalised
+        mean, std = (torch.tensor(each)[:, None] for each in (sight.processor.mean, sight.processor.std))
+
+        def again(self: ImageInputs, patches: Any) -> torch.Tensor:
+            by_channel = once(self, patches).view(len(patches), 3, -1)
+            return ((by_channel - mean) / std).flatten(1)
+
+        monkeypatch.setattr(ImageInputs, "_normalised", again)
+    else:
+
+        def expanded(self: ImageInputs, request: GenerateRequest, patches: Any) -> dict[str, Any]:
+            shown = Image.open(io.BytesIO(content)).convert("RGB")
+            return {"prompt_token_ids": list(request.prompt_ids), "multi_modal_data": {"image": [shown]}}
+
+        monkeypatch.setattr(ImageInputs, "_input", expanded)
+    request = sight.request("See <image>.", [content])
+    assert not close(sight.gap(request, sight.ask(request)))
 
 
 def test_new_weights_of_the_tower_need_an_empty_encoder_cache(sight: Sight, tmp_path: Path) -> None:
