@@ -14,7 +14,8 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _PINNED = {
     "ddp": {"nccl_ub": "NCCL has registered that memory"},
     "transformer": dict.fromkeys(
-        ("enable_cuda_graph", "external_cuda_graph"), "a captured graph has the addresses of memory that is given back"
+        ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
+        "a captured graph has the addresses of memory that is given back",
     ),
 }
 
@@ -55,7 +56,7 @@ def shared_gpus_problems(config: Config, device: str) -> Iterator[str]:
     for target, names in _PINNED.items():
         values = getattr(config.megatron, target)
         yield from (f"megatron.{target}.{name}: {why}; remove it, or set {key}: false" for name, why in names.items()
-                    if values.get(name))  # fmt: skip
+                    if values.get(name, "none") not in (False, "none"))  # fmt: skip
 
 
 def _expandable(environment: Mapping[str, str]) -> str | None:

@@ -20,6 +20,7 @@ def problems(device: str = "cpu", **changes: Any) -> list[str]:
 
 def test_sync_and_stream_may_share_their_gpus_and_other_runs_are_not_asked() -> None:
     assert problems() == problems(admission__mode="stream") == []
+    assert problems(megatron__transformer={"cuda_graph_impl": "none", "enable_cuda_graph": False}) == []
     assert list(shared_gpus_problems(config_of("model", admission__mode="async"), "cuda")) == []
 
 
@@ -46,8 +47,8 @@ def test_sync_and_stream_may_share_their_gpus_and_other_runs_are_not_asked() -> 
         ({"teachers": [TEACHER]}, "engines of teachers cannot sleep"),
         ({"megatron__ddp": {"nccl_ub": True}}, "megatron.ddp.nccl_ub: NCCL has registered that memory"),
         (
-            {"megatron__transformer": {"enable_cuda_graph": True}},
-            "enable_cuda_graph: a captured graph has the addresses",
+            {"megatron__transformer": {"cuda_graph_impl": "local"}},
+            "cuda_graph_impl: a captured graph has the addresses",
         ),
     ],
 )
