@@ -139,7 +139,10 @@ def eval_config(options: argparse.Namespace) -> Config:
     names, model_config = _names(options.data), standalone.model_config_of(Path(options.model))
     tree: dict[str, Any] = {
         "run": {"name": "eval", "dir": str(standalone.run_dir_of(options, "eval")), "steps": 1},
-        "trainer": {"precision": "fp32", "micro_batch_tokens": NO_LIMIT},
+        "trainer": {
+            "precision": standalone.precision_of(options.dtype, model_config),
+            "micro_batch_tokens": NO_LIMIT,
+        },
         "batch": {"groups": 1, "samples_per_group": 2},
         "sampling": {"max_tokens": _max_tokens(options.max_tokens, options.max_model_len, model_config)},
         # Problems beyond --limit may be too long; a problem that is evaluated may not.
@@ -153,7 +156,6 @@ def eval_config(options: argparse.Namespace) -> Config:
         },
         # There is no trainer: the pool may use every GPU, and no sync brings the weights.
         "rollout": {
-            "dtype": standalone.dtype_of(options.dtype, model_config),
             "nodes": "separate",
             "load_weights": True,
         },

@@ -59,7 +59,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )  # fmt: skip
     add("--run-dir", type=Path, metavar="DIR", help="logs, gateway.json and the token (default: runs/serve-TIME)")
     add("--dry-run", action="store_true", help="check everything, show what would be served, start nothing")
-    add("overrides", nargs="*", metavar="section.key=value", help="anything else, e.g. gateway.max_sessions=100")
+    add("overrides", nargs="*", metavar="section.key=value", help="anything else, e.g. rollout.max_num_seqs=64")
     parser.set_defaults(run=run)
 
 
@@ -74,11 +74,11 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         rollout, gateway = config.rollout, config.gateway
         sys.stdout.write(
-            f"model        {config.model.path} ({rollout.dtype})\n"
+            f"model        {config.model.path} ({config.trainer.precision})\n"
             f"engines      {rollout.replicas} x {rollout.tensor_parallel} GPU (or one core each without GPUs), "
             f"{max_model_len} tokens of prompt and response\n"
-            f"gateway      {gateway.host or '127.0.0.1'}:{gateway.port or 'a free port'}, {gateway.max_sessions} "
-            f"sessions\ndirectory    {config.run_dir}\nnothing was started (--dry-run)\n"
+            f"gateway      {gateway.host or '127.0.0.1'}:{gateway.port or 'a free port'}\n"
+            f"directory    {config.run_dir}\nnothing was started (--dry-run)\n"
         )
         return 0
     with standalone.holding(config.run_dir, config.timeouts.node_s, "megarl serve"):
@@ -103,14 +103,14 @@ def _plain_config(overrides: list[str], options: argparse.Namespace) -> Config:
     """Return the config without a file; what only a trainer needs has values that change nothing."""
     from megarl.config.loading.load import apply_overrides, config_from_tree
 
+    precision = standalone.precision_of(options.dtype, standalone.model_config_of(Path(options.model)))
     tree: dict[str, Any] = {
         "run": {"name": "serve", "steps": 1},
         "model": {"path": options.model},
-        "trainer": {"precision": "fp32"},
+        "trainer": {"precision": precision},
         "batch": {"groups": 1, "samples_per_group": 2},
         "sampling": {"max_tokens": 1},
         "data": {},
-        "rollout": {"dtype": standalone.dtype_of(options.dtype, standalone.model_config_of(Path(options.model)))},
     }
     return config_from_tree(apply_overrides(tree, overrides))
 

@@ -96,11 +96,11 @@ def model_config_of(model: Path) -> dict[str, Any]:
     return raw if isinstance(raw, dict) else {}
 
 
-def dtype_of(wanted: str, model_config: dict[str, Any]) -> str:
-    """Return the engines' dtype. `auto` is that of the checkpoint: float32, or bfloat16 for any other."""
-    if wanted != "auto":
-        return wanted
-    return "float32" if (model_config.get("dtype") or model_config.get("torch_dtype")) == "float32" else "bfloat16"
+def precision_of(dtype: str, model_config: dict[str, Any]) -> str:
+    """Return `trainer.precision` for an engine's `--dtype`. `auto` is that of the checkpoint: fp32, else bf16."""
+    if dtype == "auto":
+        dtype = model_config.get("dtype") or model_config.get("torch_dtype") or ""
+    return "fp32" if dtype == "float32" else "bf16"
 
 
 def refuse_unreadable(model: Path) -> None:

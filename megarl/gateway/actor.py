@@ -22,7 +22,7 @@ from megarl.gateway.app import GatewayRoutes, GatewayServer, listen
 from megarl.gateway.chats import Chats
 from megarl.gateway.pool_client import ControllerClient
 from megarl.gateway.request_fields import ModelLimits
-from megarl.gateway.sessions import MOST_TOKENS, Sessions
+from megarl.gateway.sessions import MOST_SESSIONS, MOST_TOKENS, Sessions
 from megarl.gateway.text import ModelText
 from megarl.gateway.token_file import gateway_token, read_token, write_gateway_file, write_token
 from megarl.models.hf.model_files import HF_FILES
@@ -86,7 +86,7 @@ class GatewayActor:
         self._pool = ControllerClient(f"gateway-{uuid.uuid4().hex[:12]}", self._find_controller, timeouts.rpc_s)
         images = await asyncio.to_thread(PromptImages.of, model, info, self.config.model.vision)
         self._text = await asyncio.to_thread(ModelText, model, stops, self.config.agent.tool_format, images)
-        sessions = Sessions(self.config.gateway.max_sessions, MOST_TOKENS, 2 * timeouts.generate_s)
+        sessions = Sessions(MOST_SESSIONS, MOST_TOKENS, 2 * timeouts.generate_s)
         names = model_names(model)
         chats = Chats(self._text, limits, names[0], self.config.gateway.image_hosts)
         token, token_file = self._token()

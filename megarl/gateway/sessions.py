@@ -33,7 +33,7 @@ ChatMessage = Mapping[str, Any]
 ShownImage = tuple[ImageRef, bytes]  # an image of a prompt, and its file
 
 # Fields of a message that the prompt depends on. Others, such as `refusal` and `annotations`, come from clients.
-MOST_TOKENS = 100_000_000  # of all sessions of a gateway
+MOST_SESSIONS, MOST_TOKENS = 100_000, 100_000_000  # of a gateway
 TOKEN_BYTES = 12
 _FIELDS = ("role", "content", "name", "tool_call_id", "reasoning_content")
 
@@ -293,7 +293,7 @@ class Sessions:
             )
         if name not in self._sessions and len(self._sessions) >= self._most:
             raise too_many(
-                f"there are {self._most} sessions (gateway.max_sessions), all used within {self._idle_s:.0f} s: end "
+                f"there are {self._most} sessions, all used within {self._idle_s:.0f} s: end "
                 "those that are finished by DELETE /v1/sessions/ID"
             )
 

@@ -130,20 +130,21 @@ class RewardProcess:
 # The failures of a reward function: when they end the run, and which of them are reported.
 
 WINDOW = 64  # latest samples of a function; of fewer, all
+MIN_ERRORS = 16  # fewest failures among them that end the run
 
 
 class Failures:
     """Counts the failures of one reward function. Pure.
 
-    They are too many when at least `min_errors` of the latest `WINDOW` samples have failed (of the latest `min_errors`,
-    if these are more), and they are a larger share than `max_share` of them.
+    They are too many when at least MIN_ERRORS of the latest WINDOW samples have failed, and a larger share of them than
+    `max_share`.
     """
 
-    def __init__(self, function: str, on_error: OnError, max_share: float, min_errors: int) -> None:
-        self._function, self._max_share, self._min_errors = function, max_share, min_errors
+    def __init__(self, function: str, on_error: OnError, max_share: float) -> None:
+        self._function, self._max_share = function, max_share
         dropped = on_error == "drop"
         self._what = "such samples are not trained on" if dropped else f"such samples get the reward {on_error:g}"
-        self._failed: deque[bool] = deque(maxlen=max(WINDOW, min_errors))
+        self._failed: deque[bool] = deque(maxlen=WINDOW)
         self.by_reason: Counter[ErrorReason] = Counter()
 
     def note(self, reason: ErrorReason | None) -> bool:
@@ -153,7 +154,7 @@ class Failures:
             return False
         self.by_reason[reason] += 1
         recent = sum(self._failed)
-        return recent >= self._min_errors and recent > self._max_share * len(self._failed)
+        return recent >= MIN_ERRORS and recent > self._max_share * len(self._failed)
 
     @property
     def recent(self) -> str:

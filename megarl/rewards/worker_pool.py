@@ -68,7 +68,7 @@ class RewardPool:
     `timeout_s` limits the time of each sample, without waiting and process start; `start_timeout_s` limits the start of
     a process, imports and warm-up included; `memory_gib` what a process may allocate. `on_error` tells what becomes of
     a sample whose function hung, raised, crashed or returned no finite number. If these are more than `max_error_share`
-    of a function's latest samples, and `min_errors` or more, the pool fails with the function's own message. `report`
+    of a function's latest samples, and MIN_ERRORS or more, the pool fails with the function's own message. `report`
     is given the messages that a person should see at once. All processes start at the same time, by `start()` or by the
     first sample. Raises ValueError if another process could not receive a function's arguments.
     """
@@ -83,7 +83,6 @@ class RewardPool:
         start_timeout_s: float,
         memory_gib: float | None = None,
         max_error_share: float = 1.0,
-        min_errors: int = 1,
         report: Callable[[str], None] = log.warning,
     ) -> None:
         if workers < 1 or timeout_s <= 0:
@@ -103,7 +102,7 @@ class RewardPool:
         self.start_timeout_s = start_timeout_s
         self.memory_gib = memory_gib
         self.max_error_share = max_error_share
-        self._failures = [Failures(_name(each), on_error, max_error_share, min_errors) for each in self.functions]
+        self._failures = [Failures(_name(each), on_error, max_error_share) for each in self.functions]
         self._report = report
         self._numbers = itertools.count(1)
         self._redone = 0

@@ -31,7 +31,7 @@ from megarl.config.derived.logprob_passes import recomputes_old_logprobs
 from megarl.config.derived.teachers import trainer_teachers
 from megarl.config.derived.training_loss import needed_streams, objective_of
 from megarl.config.megatron.reserved import ddp_fields, transformer_fields
-from megarl.config.schema import Config
+from megarl.config.schema import LOGPROB_CHUNK_ROWS, Config
 from megarl.models.architecture.architecture import ModelInfo, VisionTower
 from megarl.models.families import FAMILIES
 from megarl.models.families.vision import frozen_tensors
@@ -137,11 +137,12 @@ class Policy:
         updates = config.run.steps * config.trainer.mini_batches
         self.scheduler = build_scheduler(config.trainer.optimizer, updates, self.optimizer)
         self.reference: ReferenceModel | None = None
+        place = config.reference.placement
         if config.needs_reference:
             path = config.reference.path or config.model.path
-            self.reference = ReferenceModel(info, layout, path, config.reference.placement, precision, fields)
+            self.reference = ReferenceModel(info, layout, path, place, precision, fields)
         self.teachers = {
-            each.name: FrozenModel(load_info(each.path), layout, each.path, each.placement, precision, fields)
+            each.name: FrozenModel(load_info(each.path), layout, each.path, place, precision, fields)
             for each in trainer_teachers(config.teachers)
         }
         frozen = [*self.teachers.values(), *([self.reference] if self.reference is not None else [])]
@@ -408,7 +409,7 @@ class Policy:
             batch,
             temperature=self.config.sampling.temperature if batch.temperature_R is None else batch.temperature_R,
             vocab_size=vocab_size or self.info.vocab_size,
-            chunk_rows=self.config.trainer.logprob_chunk_tokens,
+            chunk_rows=LOGPROB_CHUNK_ROWS,
             with_entropy=with_entropy,
             compiled=self._compiled_head,
         )

@@ -55,7 +55,7 @@ def test_options_become_a_config(model, heldout, tmp_path):
     assert config_of("--model", str(model), "--data", str(heldout)).sampling.max_tokens == 256  # of 512 positions
     assert config_of("--model", "nowhere", "--data", str(heldout)).sampling.max_tokens == 1024
     # A float32 checkpoint is evaluated in float32, not in what a training run would default to.
-    assert config.rollout.dtype == "float32"
+    assert config.trainer.precision == "fp32"
 
 
 @pytest.mark.parametrize(

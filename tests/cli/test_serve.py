@@ -28,11 +28,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_options_and_overrides_become_a_config_that_only_serves(model: Path, tmp_path: Path) -> None:
     options = build_parser().parse_args([
         "serve", "--model", str(model), "--replicas", "3", "--port", "8123", "--max-model-len", "99",
-        "--run-dir", str(tmp_path), "gateway.max_sessions=5", "timeouts.rpc_s=7",
+        "--run-dir", str(tmp_path), "reward.workers=5", "timeouts.rpc_s=7",
     ])  # fmt: skip
     config = serve_config(options)
-    assert (config.rollout.replicas, config.rollout.max_model_len, config.rollout.dtype) == (3, 99, "float32")
-    assert config.gateway.enabled and (config.gateway.port, config.gateway.max_sessions) == (8123, 5)
+    assert (config.rollout.replicas, config.rollout.max_model_len, config.trainer.precision) == (3, 99, "fp32")
+    assert config.gateway.enabled and (config.gateway.port, config.reward.workers) == (8123, 5)
     assert config.rollout.load_weights and config.timeouts.rpc_s == 7 and config.run_dir == tmp_path
 
 
@@ -41,10 +41,10 @@ def test_the_engines_of_a_runs_config_are_taken(model: Path, tmp_path: Path) -> 
     file.write_text(json.dumps({
         "run": {"steps": 5, "deterministic": True}, "model": {"path": "elsewhere"}, "sampling": {"max_tokens": 4},
         "batch": {"groups": 1, "samples_per_group": 2}, "data": {"path": "nowhere.jsonl"},
-        "rollout": {"replicas": 2, "max_num_seqs": 17}, "gateway": {"max_sessions": 9},
+        "rollout": {"replicas": 2, "max_num_seqs": 17}, "gateway": {"image_hosts": ["a.example"]},
     }))  # fmt: skip
     config = serve_config(build_parser().parse_args(["serve", "--model", str(model), "--config", str(file)]))
-    assert (config.rollout.replicas, config.rollout.max_num_seqs, config.gateway.max_sessions) == (2, 17, 9)
+    assert (config.rollout.replicas, config.rollout.max_num_seqs, config.gateway.image_hosts) == (2, 17, ("a.example",))
     assert config.model.path == model and config.rollout.load_weights and not config.run.deterministic
 
 

@@ -130,11 +130,9 @@ def test_a_stopped_worker_is_replaced(pool: RewardPool) -> None:
 
 def test_the_first_failure_is_reported_with_the_traceback_and_the_limit_ends_the_pool() -> None:
     reported: list[str] = []
-    pool = make_reward_pool(
-        f"{MODULE}:broken", on_error="drop", max_error_share=0.5, min_errors=12, report=reported.append
-    )
+    pool = make_reward_pool(f"{MODULE}:broken", on_error="drop", max_error_share=0.5, report=reported.append)
     try:
-        outcomes = run(pool, *["x"] * 11)
+        outcomes = run(pool, *["x"] * 15)
         assert {each.reason for each in outcomes} == {"exception"} and all(each.dropped for each in outcomes)
         assert len(reported) == 2 and "has failed for 10 samples" in reported[1]
         assert reported[0].startswith(f"reward function '{MODULE}:broken': exception no. 1: LookupError: the judge")
@@ -142,8 +140,8 @@ def test_the_first_failure_is_reported_with_the_traceback_and_the_limit_ends_the
         assert reported[1].count("reward function") == 1 and "the latest: exception no. 10: Lookup" in reported[1]
         assert all(each in reported[0] for each in ('reward_functions.py", line', "in broken", "raise LookupError"))
         assert "worker.py" not in reported[0]  # the lines of the function, not those of the program that called it
-        assert run(pool, "x")[0].dropped  # the 12th, which ends the pool
-        with pytest.raises(RewardPoolError, match=r"broken' failed for 12 of the latest 12 samples") as ending:
+        assert run(pool, "x")[0].dropped  # the 16th, which ends the pool
+        with pytest.raises(RewardPoolError, match=r"broken' failed for 16 of the latest 16 samples") as ending:
             run(pool, "x")
         assert "LookupError: the judge has no key" in str(ending.value) and "in broken" in str(ending.value)
     finally:
@@ -152,11 +150,11 @@ def test_the_first_failure_is_reported_with_the_traceback_and_the_limit_ends_the
 
 def test_a_function_that_never_returns_ends_the_pool_by_name() -> None:
     with contextlib.closing(
-        make_reward_pool(f"{MODULE}:by_response", timeout_s=0.3, max_error_share=0.5, min_errors=3, workers=2)
+        make_reward_pool(f"{MODULE}:by_response", timeout_s=0.3, max_error_share=0.5, workers=2)
     ) as pool:
-        futures = [pool.submit(RewardInput("", "hang")) for _ in range(6)]
+        futures = [pool.submit(RewardInput("", "hang")) for _ in range(24)]
         failed = [error for future in futures if (error := future.exception(timeout=60)) is not None]
-        assert failed and all("by_response' failed for 3 of the latest 3 samples" in str(each) for each in failed)
+        assert failed and all("by_response' failed for 16 of the latest 16 samples" in str(each) for each in failed)
         assert "timeout: no reward after 0.3 s" in str(failed[0])
 
 

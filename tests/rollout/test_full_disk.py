@@ -61,7 +61,7 @@ async def test_groups_go_on_and_their_number_is_written_by_the_next_start(
     settings = config_of(
         "model",
         batch={"groups": GROUPS, "samples_per_group": SAMPLES},
-        admission={"refill": True, "refill_limit": 2},
+        admission={"refill": True},
     )
     local = local_controller(settings, tmp_path, monkeypatch)
     local.rewards.script = {group + 1: [0.0, 1.0] for group in range(1, 20)}  # group 0 is replaced, in the background

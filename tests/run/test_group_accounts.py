@@ -57,7 +57,7 @@ class Accounts:
 
     def __init__(self, max_uses: int) -> None:
         ahead: dict[str, Any] = {"mode": "async", "max_staleness": 3, "max_uses": max_uses} if max_uses > 1 else {}
-        refill = {} if ahead else {"refill": True, "refill_limit": 1}
+        refill = {} if ahead else {"refill": True}
         self.config = config_of(
             "model",
             batch={"groups": GROUPS, "samples_per_group": SAMPLES},

@@ -33,10 +33,10 @@ def test_a_function_that_always_fails_ends_the_run_with_its_own_message(
     tmp_path: Path, name: str, reported: str
 ) -> None:
     config = tiny_config(tmp_path, steps=3)
-    config["reward"] = {"function": f"{MODULE}:{name}", "timeout_s": 0.5, "min_errors": 8, "trial_call": False}
+    config["reward"] = {"function": f"{MODULE}:{name}", "timeout_s": 0.5, "trial_call": False}
     run = train(config)
     assert run.code != 0
-    ending = f"the reward function '{MODULE}:{name}' failed for 8 of the latest 8 samples"
+    ending = f"the reward function '{MODULE}:{name}' failed for 16 of the latest 16 samples"
     assert ending in run.output and run.output.count(ending) == 1
     assert reported in run.output.partition(ending)[0], "the first failure is reported before the run ends"
     assert reported in run.output.partition(ending)[2]

@@ -115,10 +115,8 @@ def directives(config: Config, *, cuda: bool) -> list[str]:
     ]
     if cuda:
         options.append(f"--gpus-per-node={topology.node_gpus}")
-    if launch.node_cpus is None:
+    if not any(option.startswith("--cpus-per-task") for option in launch.sbatch):
         options += ["--exclusive", "--mem=0"]
-    else:
-        options.append(f"--cpus-per-task={launch.node_cpus}")
     if launch.time_limit is not None:
         options.append(f"--time={launch.time_limit}")
     return [f"#SBATCH {_quoted(option)}" for option in (*options, *launch.sbatch)]

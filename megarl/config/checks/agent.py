@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megarl.config.derived.datasets import all_sets, reward_functions
-from megarl.config.derived.staleness import pace_of, pace_problems
 from megarl.config.schema import Config
 from megarl.config.schema.agent import (
     ACT_TIMEOUT_S,
@@ -81,16 +80,6 @@ def _gateway_problems(config: Config) -> Iterator[str]:
         yield (
             f"{key}: {act_s:g} s would never fail a sample: the trainer ends the run after waiting for it for "
             f"timeouts.generate_s={bound:g} s; lower the first or raise the second"
-        )
-    if any(pace_problems(config)):
-        return
-    groups, samples = config.batch.groups, config.batch.samples_per_group
-    # The most that may be generated or queued at a time.
-    groups = max(groups, pace_of(config).steps_within_bound(0) * groups // config.admission.max_uses)
-    if config.gateway.max_sessions < groups * samples:
-        yield (
-            f"gateway.max_sessions: {config.gateway.max_sessions}, but {groups} groups of {samples} samples may be "
-            f"generated at once, each sample in its own session; set it to at least {groups * samples}"
         )
 
 

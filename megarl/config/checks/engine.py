@@ -20,7 +20,7 @@ from megarl.models.families import FAMILIES
 # 1. its groups may start: the weights published before it leave room for it within the bound on staleness;
 # 2. the groups that it waits for end: admission only waits for groups in flight, and generation and rewards have time
 #    limits;
-# 3. filters cannot block it: rollout replaces a bounded number of groups before each step (`admission.refill_limit`),
+# 3. filters cannot block it: rollout replaces a bounded number of groups before each step (`refill_groups`),
 #    and the trainer filters a batch after taking it;
 # 4. reused groups (`admission.max_uses`) cannot block it: as many new groups may start as the step needs.
 #
@@ -51,7 +51,7 @@ RESERVED: dict[str, str] = {
     "max_model_len": "set rollout.max_model_len",
     "max_num_seqs": "set rollout.max_num_seqs",
     "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
-    "dtype": "set rollout.dtype",
+    "dtype": "set trainer.precision",
     "seed": "set run.seed",
     "enable_sleep_mode": "set rollout.share_gpus",
     "scheduling_policy": "megarl chooses it by evaluation.concurrent",

@@ -89,6 +89,9 @@ def pace_of(config: Config) -> Pace:
     return Pace(updates, interval, bound, config.rollout.share_gpus)
 
 
+REFILL_LIMIT = 10  # the most groups that are replaced per step, in multiples of those of a step
+
+
 def refill_groups(config: Config) -> int:
     """Return how many groups without signal rollout may replace before a step; 0 without dynamic sampling.
 
@@ -97,7 +100,7 @@ def refill_groups(config: Config) -> int:
     if not config.admission.refill:
         return 0
     pace = pace_of(config)
-    return config.admission.refill_limit * config.batch.groups * (pace.steps_per_publication if pace.in_turns else 1)
+    return REFILL_LIMIT * config.batch.groups * (pace.steps_per_publication if pace.in_turns else 1)
 
 
 def _sync_interval(section: AdmissionConfig, updates: int) -> int:

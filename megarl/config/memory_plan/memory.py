@@ -195,10 +195,10 @@ def engine_memory(
     do not need. Without a GPU the cache has CPU_KV_CACHE_GIB.
     """
     rollout = config.rollout
-    element = {"auto": bytes_per_element(config.trainer.precision), "bfloat16": 2, "float32": FP32}[rollout.dtype]
+    element = bytes_per_element(config.trainer.precision)
     ranks = rollout.tensor_parallel
     per_token = info.attention_layers * _cached_channels(info, ranks) * element
-    weights = model_parameters(info)[0] * bytes_per_element(config.trainer.precision)  # that a sync sends
+    weights = model_parameters(info)[0] * element  # that a sync sends
     terms = [Term("weights", model_parameters(info)[0] * element // ranks)]
     batched = int(rollout.engine_kwargs.get("max_num_batched_tokens") or ENGINE_BATCHED_TOKENS)
     columns = padded_vocabulary(info, 64 * ranks) // ranks

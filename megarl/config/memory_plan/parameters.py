@@ -19,7 +19,7 @@ from typing import Any
 
 from megarl.config.derived.teachers import trainer_teachers
 from megarl.config.megatron.reserved import ddp_fields, transformer_fields
-from megarl.config.schema import Config, MegatronConfig, TrainerConfig, WeightSyncConfig
+from megarl.config.schema import LOGPROB_CHUNK_ROWS, Config, MegatronConfig, TrainerConfig, WeightSyncConfig
 from megarl.models.architecture.architecture import DELTA_CHUNK, DeltaNet, LatentAttention, ModelInfo
 from megarl.models.families import FAMILIES
 from megarl.models.families.vision import FEATURE_CACHE_BYTES, Trained, trains
@@ -143,11 +143,12 @@ class TrainerRank:
     @classmethod
     def of(cls, config: Config, info: ModelInfo, layout: Layout, *, fused: bool) -> TrainerRank:
         """Return a rank of the trainer of a config."""
-        reference = FrozenModel("reference weights", config.reference.placement, info)
+        place = config.reference.placement
+        reference = FrozenModel("reference weights", place, info)
         frozen = [reference] if config.needs_reference else []
         for each in trainer_teachers(config.teachers):
             with suppress(ValueError):  # its config.json is not on this machine
-                frozen.append(FrozenModel(f"weights of teacher {each.name}", each.placement, load_info(each.path)))
+                frozen.append(FrozenModel(f"weights of teacher {each.name}", place, load_info(each.path)))
         weighs_entropy = config.algorithm.entropy_coef > 0
         vision, batch = config.model.vision, config.batch
         images = batch.groups * batch.samples_per_group * vision.images_per_prompt
@@ -358,7 +359,7 @@ class TrainerRank:
         which processes a part of the chunk at a time.
         """
         columns = padded_vocabulary(self.info, self.layout.tensor) // self.layout.tensor
-        rows = min(self.trainer.logprob_chunk_tokens, self.tokens)
+        rows = min(LOGPROB_CHUNK_ROWS, self.tokens)
         copy = self.element if self.element != FP32 else 0  # the compute-precision copy of an fp32 tensor
         # fp32 logits, which the entropy's products overwrite; the entropy also needs their exponentials.
         forward = rows * columns * (copy + FP32)

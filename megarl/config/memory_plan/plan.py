@@ -46,7 +46,7 @@ _REMEDIES = {
     "uneven experts": "lower trainer.micro_batch_tokens or set trainer.recompute=auto",
     "vision tower": "set trainer.micro_batch_patches, or model.vision.train=projector",
     "pixels": "set trainer.micro_batch_patches",
-    "logits chunk": "lower trainer.logprob_chunk_tokens",
+    "logits chunk": "raise trainer.parallel.tensor, which shares the vocabulary",
     "forward of one layer": "lower trainer.micro_batch_tokens",
     "reference weights": "set reference.placement=cpu_offload",
     "sync buckets": "lower weight_sync.bucket_mb",

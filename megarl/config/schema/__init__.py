@@ -31,6 +31,7 @@ Recompute = Literal["auto", "none", "selective", "full"] | Annotated[int, Field(
 # `max_staleness`.
 DEFAULT_INTERVAL, DEFAULT_QUOTA = 4, 0.5
 CPU_KV_CACHE_GIB = 1  # of an engine without a GPU
+LOGPROB_CHUNK_ROWS = 1024  # of logits, in the passes for log-probs and entropy
 
 
 class RunConfig(Section):
@@ -174,7 +175,6 @@ class TrainerConfig(Section):
         "finite. The batch is kept in `RUN_DIR/failed_batch`, and its groups count as failed. The next such step "
         "ends the run.",
     )
-    logprob_chunk_tokens: int = Field(1024, ge=1, description="Rows of logits per chunk of the log-prob/entropy pass.")
     optimizer: OptimizerConfig = OptimizerConfig()
 
     @property
@@ -190,7 +190,8 @@ class ReferenceConfig(Section):
 
     path: Path | None = Field(None, description="Hugging Face directory or Megatron checkpoint; default `model.path`.")
     placement: Literal["gpu", "cpu_offload"] = Field(
-        "cpu_offload", description="Where its weights are kept between passes."
+        "cpu_offload",
+        description="Where its weights, and those of teachers with `where: trainer`, are kept between passes.",
     )
     refresh_steps: int | None = Field(
         None,
@@ -254,7 +255,6 @@ class RolloutConfig(Section):
     )
     max_num_seqs: int = Field(256, ge=1, description="Concurrent sequences per engine.")
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Share of each GPU's memory that vLLM uses.")
-    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: as trainer.precision.")
     load_weights: bool = Field(
         False,
         description="Engines read the model's weights at their start. Only a pool without a trainer (`megarl eval`) "
@@ -333,13 +333,8 @@ class AdmissionConfig(Section):
     refill: bool = Field(
         False,
         description="DAPO's dynamic sampling: the next group immediately replaces a finished one whose rewards are "
-        "all equal, so a step has `batch.groups` groups to train on. Needs `algorithm.filter_zero_variance`.",
-    )
-    refill_limit: int = Field(
-        10,
-        ge=1,
-        description="The most groups that `refill` replaces per step, in multiples of `batch.groups`. Further ones "
-        "enter the step, and the trainer filters them.",
+        "all equal, so a step has `batch.groups` groups to train on. At most ten times as many are replaced; further "
+        "ones enter the step, and the trainer filters them. Needs `algorithm.filter_zero_variance`.",
     )
     max_uses: int = Field(
         1,

@@ -40,9 +40,6 @@ class TeacherConfig(Section):
     engine_kwargs: Passed = Field(
         default_factory=dict, description="With `engine`: as `rollout.engine_kwargs`; nothing is inherited from there."
     )
-    placement: Literal["gpu", "cpu_offload"] = Field(
-        "cpu_offload", description="With `trainer`: where its weights are kept between passes."
-    )
 
 
 class DistillConfig(Section):

@@ -152,10 +152,9 @@ class RewardConfig(Section):
         0.5,
         ge=0,
         le=1,
-        description="The run ends if a function fails for more than this share of its latest samples (64, or "
-        "`min_errors` if larger); 1 = never.",
+        description="The run ends if a function fails for more than this share of its latest 64 samples, and for at "
+        "least 16 of them; 1 = never.",
     )
-    min_errors: int = Field(16, ge=1, description="Fewest failures among these samples that end the run.")
     trial_call: bool = Field(
         True,
         description="Call each function once before anything starts, with the first row of a set and its reference "

@@ -134,7 +134,6 @@ class GatewayConfig(Section):
         description="Address of the gateway's node at which it listens; default: that of the run's other sockets, "
         "127.0.0.1 on one node.",
     )
-    max_sessions: int = Field(4000, ge=1, description="Largest number of open sessions (`X-Session-ID`).")
     image_hosts: tuple[Annotated[str, Field(pattern=r"^[^/@\s]+$")], ...] = Field(
         (),
         description="Hosts, `name` or `name:port`, from which the gateway fetches images that chats name by URL; their "
@@ -170,12 +169,10 @@ class LaunchConfig(Section):
     max_restarts: int = Field(
         1, ge=0, description="How often torchrun restarts the ranks after a failure, from the newest checkpoint."
     )
-    node_cpus: int | None = Field(
-        None, ge=1, description="CPUs to request on each node; default: all CPUs of an exclusive node."
-    )
     sbatch: list[str] = Field(
         default_factory=list,
-        description="Further #SBATCH options, e.g. `--account=x`, `--partition=y`; they come last and take precedence.",
+        description="Further #SBATCH options, e.g. `--account=x`, `--partition=y`; they come last and take precedence. "
+        "Without `--cpus-per-task` nodes are exclusive.",
     )
     setup: list[str] = Field(
         default_factory=list, description="Shell lines that run before anything else, e.g. `module load x`."

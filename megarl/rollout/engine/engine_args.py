@@ -66,7 +66,6 @@ RETURNS_EXPERTS = {
 GPU_MEMORY = "megarl.weights.receive.vllm_plugin.GpuMemory"
 
 
-# The dtype of engines by the trainer's precision, where `rollout.dtype` is `auto`.
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -85,7 +84,7 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
         "model": str(hf_files(config.model.path)),
         "tensor_parallel_size": rollout.tensor_parallel,
         "distributed_executor_backend": "mp" if rollout.tensor_parallel > 1 else single,
-        "dtype": _DTYPES[config.trainer.precision] if rollout.dtype == "auto" else rollout.dtype,
+        "dtype": _DTYPES[config.trainer.precision],
         "logprobs_mode": "processed_logprobs",
         "enforce_eager": not cuda,
         "max_model_len": rollout.max_model_len or max_model_len,

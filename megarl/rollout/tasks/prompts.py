@@ -63,7 +63,6 @@ def reward_pool(
         start_timeout_s=start_timeout_s,
         memory_gib=reward.memory_gib,
         max_error_share=reward.max_error_share,
-        min_errors=reward.min_errors,
         report=report,
     )
 

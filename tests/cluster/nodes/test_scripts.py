@@ -72,8 +72,8 @@ def test_a_config_decides_everything() -> None:
     chosen = config(
         "model", run={"name": "mine", "steps": 4}, trainer={"gpus": 2, "gpus_per_node": 1},
         rollout={"replicas": 2, "gpus_per_node": 1, "nodes": "separate"},
-        launch={"time_limit": "1-00:00:00", "stop_before_s": 650, "requeue": False, "node_cpus": 24,
-                "sbatch": ["--account=x"], "setup": ["module load y"]},
+        launch={"time_limit": "1-00:00:00", "stop_before_s": 650, "requeue": False,
+                "sbatch": ["--account=x", "--cpus-per-task=24"], "setup": ["module load y"]},
     )  # fmt: skip
     text = slurm_script(chosen, Path("a b.yaml"), ["run.name=it's"])
     for line in ("#SBATCH --nodes=4", "#SBATCH --gpus-per-node=1", "#SBATCH --time=1-00:00:00", "#SBATCH --account=x",

@@ -18,7 +18,6 @@ from tests.support.trainer.configs import config as config_of
 VERIFIERS = "megarl.environments.verifiers_loop:Verifiers"
 HARNESS = {"loop": "harness", "act": "tests.support.gateway.acts:two_turns"}
 GATEWAY = {"enabled": True}
-PACE = {"mode": "async", "sync_interval": 4, "max_staleness": 1}  # of which no numbers can be made
 CALCULATOR = {"kind": "json:calculator"}
 PYTHON = {"kind": "python", "name": "code"}
 SETS = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", "tools": []}]
@@ -58,14 +57,6 @@ SETS = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", "tool
         ),
         ({"agent": HARNESS | {"act_timeout_s": 599}, "gateway": GATEWAY, "timeouts": {"generate_s": 600}}, ""),
         ({"timeouts": {"generate_s": 600}}, ""),
-        (
-            {"agent": HARNESS, "gateway": GATEWAY | {"max_sessions": 31}, "admission": {"mode": "one_step_off"}},
-            "gateway.max_sessions: 31, but 8 groups of 4 samples may be generated at once, each sample in its own "
-            "session; set it to at least 32",
-        ),
-        ({"agent": HARNESS, "gateway": GATEWAY | {"max_sessions": 32}, "admission": {"mode": "one_step_off"}}, ""),
-        # The pace is wrong: that is reported by the checks of `admission`.
-        ({"agent": HARNESS, "gateway": GATEWAY | {"max_sessions": 1}, "admission": PACE}, ""),
         (
             {"agent": HARNESS, "gateway": GATEWAY, "ray": {"address": "10.0.0.9:6379"}},
             "gateway.host: in an existing cluster (ray.address) the gateway listens at 127.0.0.1, which agents on "

@@ -88,7 +88,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"weight_sync__transport": "nccl"}, "weight_sync.transport: nccl needs GPUs"),
     (
         {"rollout__engine_kwargs": {"dtype": "half"}},
-        "rollout.engine_kwargs.dtype: reserved; set rollout.dtype",
+        "rollout.engine_kwargs.dtype: reserved; set trainer.precision",
     ),
     (
         {"rollout__engine_kwargs": {"skip_tokenizer_init": False}},

@@ -80,15 +80,15 @@ def test_a_run_that_generates_ahead_is_told_that_it_cannot_be_deterministic(mode
 
 @pytest.mark.parametrize("mode", ["sync", "stream"])
 def test_on_shared_gpus_nothing_overlaps_and_a_run_may_be_deterministic(mode: str) -> None:
-    section = {"mode": mode, "refill": True, "refill_limit": 2}
+    section = {"mode": mode, "refill": True}
     shared = config("model", rollout__share_gpus=True, run__deterministic=True, batch__groups=8, admission=section)
     assert list(pace_notes(shared)) == [] and not evaluates_alongside_training(shared)
     pace = pace_of(shared)
     assert pace.in_turns and not pace.overlaps and pace.runs_ahead is (mode == "stream")
-    assert refill_groups(shared) == 2 * 8 * pace.steps_per_publication == (64 if mode == "stream" else 16)
+    assert refill_groups(shared) == 10 * 8 * pace.steps_per_publication == (320 if mode == "stream" else 80)
     apart = config("model", batch__groups=8, admission=section)
     assert evaluates_alongside_training(apart) is pace_of(apart).overlaps is (mode == "stream")
-    assert refill_groups(apart) == 16
+    assert refill_groups(apart) == 80
 
 
 @given(steps=st.integers(1, 5), updates=st.integers(1, 5), done=st.integers(0, 50))

@@ -22,6 +22,7 @@ from megarl.config.derived.teachers import (
     vocabulary_difference,
 )
 from megarl.config.memory_plan.plan import make_plan
+from megarl.config.schema import ReferenceConfig
 from tests.support.checkpoints.converter import convert
 from tests.support.models.tiny import make_tiny_model
 from tests.support.trainer.configs import config
@@ -214,8 +215,8 @@ def test_the_plan_has_the_weights_of_teachers(student: Path, teacher: Path, data
     names = {term.name: term for term in plan.trainer.terms}
     assert "weights of teacher big" in names and "weights of teacher self" not in names
     assert names["weights of teacher big"].when == "log-probs" and "reference weights" not in names
-    kept = [{**each, "placement": "gpu"} for each in both]
-    plan = make_plan(made.model_copy(update={"teachers": config(student, data, teachers=kept).teachers}), device="cuda")
+    kept = made.model_copy(update={"reference": ReferenceConfig(placement="gpu")})
+    plan = make_plan(kept, device="cuda")
     always = {term.name for term in plan.trainer.terms if term.when == "always"}
     assert {"weights of teacher big", "weights of teacher self"} <= always
 

@@ -31,7 +31,7 @@ def test_on_cpu_one_process_runs_the_model_eagerly(tmp_path: Path) -> None:
     assert args["distributed_executor_backend"] == "uni" and args["enforce_eager"] is True
     assert args["dtype"] == "float32" and args["logprobs_mode"] == "processed_logprobs" and args["max_model_len"] == 80
     assert args["attention_config"] == {"backend": "CPU_MLA"}  # AMX's kernel of latent attention has no fp32
-    assert "attention_config" not in engine_args(config(tmp_path, rollout={"dtype": "bfloat16"}), cuda=False)
+    assert "attention_config" not in engine_args(config(tmp_path, trainer={"precision": "bf16"}), cuda=False)
     environment = engine_environment(config(tmp_path).rollout, cuda=False)
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and "VLLM_CPU_OMP_THREADS_BIND" not in environment
 

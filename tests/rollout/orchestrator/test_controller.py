@@ -14,6 +14,7 @@ import pytest
 
 from megarl.algorithms.filters import ShapingSpec
 from megarl.common.errors import BatchNotReady, NoReplicaLeft, RolloutError
+from megarl.config.derived import staleness
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import SampleTag, Trajectory
@@ -272,8 +273,9 @@ def refilling(directory: Path, monkeypatch: pytest.MonkeyPatch, signal: set[int]
     settings = config_of(
         "model",
         batch={"groups": GROUPS, "samples_per_group": SAMPLES},
-        admission={"refill": True, "refill_limit": 1},
+        admission={"refill": True},
     )
+    monkeypatch.setattr(staleness, "REFILL_LIMIT", 1)
     local = local_controller(settings, directory, monkeypatch)
     local.rewards.script = {group + 1: [0.0, 1.0] for group in signal}
     return local

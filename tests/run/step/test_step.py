@@ -18,6 +18,7 @@ from megarl.algorithms.correction.apply import CorrectionSpec
 from megarl.algorithms.filters import without_signal
 from megarl.algorithms.objective.token_origin import OriginGaps
 from megarl.config.checks.telemetry import SourceBuckets
+from megarl.config.derived import staleness
 from megarl.config.derived.algorithm import shaping_of
 from megarl.config.schema import Config
 from megarl.queue.streams import OLD_LOGPROBS, SOURCES
@@ -380,9 +381,10 @@ def test_rollout_replaces_exactly_the_groups_that_the_trainer_would_filter(
     assert refilled.mini_batches == filtering.mini_batches
 
 
-def test_reports_of_replaced_groups_that_cannot_be_right_are_refused() -> None:
+def test_reports_of_replaced_groups_that_cannot_be_right_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staleness, "REFILL_LIMIT", 1)
     tags = [tag(0, i, float(i)) for i in range(2)]
-    refill = config(admission={"refill": True, "refill_limit": 1})
+    refill = config(admission={"refill": True})
     for replaced in ([0], [5, 5]):
         with pytest.raises(ValueError, match="in the batch or were reported twice"):
             plan_step(tags, refill, dp_size=1, version=0, replaced=replaced)

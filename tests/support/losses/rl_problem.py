@@ -95,7 +95,6 @@ def make_config(model_dir: Path, **changes: Any) -> Config:
         "trainer": {
             "precision": "fp32",
             "micro_batch_tokens": 64,
-            "logprob_chunk_tokens": 7,
             "optimizer": {"lr": 1e-3, "clip_grad": 0.0, "eps": 1e-6, "weight_decay": 0.1},
         },
         "algorithm": {

@@ -35,7 +35,7 @@ from tests.support.ranks.models.layouts import make_layout, use_layout
 @contextlib.contextmanager
 def built_policy(config: Config, layout: Layout, seed: int = 1, loss: LossFunction | None = None) -> Iterator[Policy]:
     """The policy of a config in a fresh layout; torn down again, so that the next one finds nothing of it."""
-    with use_layout(layout, seed):
+    with use_layout(layout, seed), mock.patch.object(policy_module, "LOGPROB_CHUNK_ROWS", 7):
         policy = Policy(config, layout, load_info(config.model.path), loss)
         try:
             yield policy
