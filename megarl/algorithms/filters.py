@@ -50,26 +50,6 @@ def apply_truncation(policy: TruncatedPolicy, truncated: bool, reward: float) ->
 
 
 @dataclass(frozen=True)
-class ShapedSample:
-    """A row for the trainer. With `trained` False its tokens are masked from the loss.
-
-    `turn_rewards`: of the row's turns, after shaping. `turn_advantages`: one per turn, or none; if there are any,
-    `advantage` is the mean over the sample's turns.
-    """
-
-    key: str
-    group: int  # index into the incoming groups
-    reward: float  # after shaping
-    advantage: float
-    trained: bool = True
-    part: int = 0
-    tokens: int = 0  # sampled by the model
-    demonstrated: bool = False
-    turn_rewards: tuple[float, ...] = ()
-    turn_advantages: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class ShapingSpec:
     """The options of shaping, as in the config sections `algorithm` and `sampling`; lengths in tokens.
 
@@ -90,9 +70,12 @@ class ShapingSpec:
 
 @dataclass(frozen=True)
 class ShapedBatch:
-    """The result of shaping. `groups`: the rows of the kept groups, in order. The counts cover the whole batch."""
+    """The result of shaping. `groups`: the rows of the kept groups, in order, with shaped rewards and with advantages.
 
-    groups: list[list[ShapedSample]]
+    The counts cover the whole batch.
+    """
+
+    groups: list[list[SampleTag]]
     trained_groups: int = 0
     filtered_groups: int = 0  # zero variance
     failed_groups: int = 0  # fewer than two samples that did not fail
@@ -185,7 +168,7 @@ def shape_batch(
     keys = [sample.key for group in groups for sample in group]
     if len(set(keys)) != len(keys):
         raise ValueError("two samples of the batch share a key")
-    kept: list[list[ShapedSample]] = []
+    kept: list[list[SampleTag]] = []
     counts = dict.fromkeys(("filtered_groups", "failed_groups"), 0)
     for index, group in enumerate(groups):
         alive = alive_samples(group)
@@ -196,7 +179,7 @@ def shape_batch(
         if without_signal(group, own):
             counts["filtered_groups"] += 1
             continue
-        kept.append(_shaped_rows(index, alive, own))
+        kept.append(_shaped_rows(alive, own))
     kept = with_advantages(kept, advantage)
     return ShapedBatch(
         groups=kept,
@@ -206,23 +189,22 @@ def shape_batch(
     )
 
 
-def _shaped_rows(index: int, alive: Sequence[Sequence[SampleTag]], spec: ShapingSpec) -> list[ShapedSample]:
-    """Return the rows of group number `index`, without advantages."""
+def _shaped_rows(alive: Sequence[Sequence[SampleTag]], spec: ShapingSpec) -> list[SampleTag]:
+    """Return the rows of a group with shaped rewards, without advantages."""
     made = []
     for rows, (reward, trained), turns in zip(
         alive, shape_group(alive, spec), shape_turns(alive, spec), strict=True
     ):  # fmt: skip
         left = iter(turns)
         for row in rows:
-            own = tuple(itertools.islice(left, len(row.turn_rewards)))
-            part, tokens = row.part, row.sampled_tokens
-            made.append(ShapedSample(row.key, index, reward, 0.0, trained, part, tokens, row.demonstrated, own))
+            own = list(itertools.islice(left, len(row.turn_rewards)))
+            made.append(replace(row, reward=reward, trained=trained, turn_rewards=own))
     return made
 
 
 def with_advantages(
-    groups: Sequence[Sequence[ShapedSample]], advantage: Chosen[GroupRewards, Advantages]
-) -> list[list[ShapedSample]]:
+    groups: Sequence[Sequence[SampleTag]], advantage: Chosen[GroupRewards, Advantages]
+) -> list[list[SampleTag]]:
     """Return the rows of the groups with the advantages of their rewards, which all rows of a sample share.
 
     Groups of demonstrations are returned unchanged: their rewards must not affect a baseline of the whole batch. Raises
@@ -234,12 +216,14 @@ def with_advantages(
 
 
 def _with_advantages(
-    groups: Sequence[Sequence[ShapedSample]], advantage: Chosen[GroupRewards, Advantages]
-) -> list[list[ShapedSample]]:
+    groups: Sequence[Sequence[SampleTag]], advantage: Chosen[GroupRewards, Advantages]
+) -> list[list[SampleTag]]:
     samples = [by_sample(group) for group in groups]
     batch = GroupRewards(
         rewards=[[rows[0].reward for rows in group] for group in samples],
-        tokens=[[sum(row.tokens for row in rows) if rows[0].trained else 0 for rows in group] for group in samples],
+        tokens=[
+            [sum(row.sampled_tokens for row in rows) if rows[0].trained else 0 for rows in group] for group in samples
+        ],
         turn_rewards=_turn_rewards(samples),
     )
     return [
@@ -248,18 +232,18 @@ def _with_advantages(
     ]
 
 
-def _turn_rewards(groups: Sequence[Sequence[Sequence[ShapedSample]]]) -> list[list[list[float]]]:
+def _turn_rewards(groups: Sequence[Sequence[Sequence[SampleTag]]]) -> list[list[list[float]]]:
     """Return the turn rewards of each sample of each group; [] if there are none."""
     found = [[[reward for row in rows for reward in row.turn_rewards] for rows in group] for group in groups]
     return found if any(each for group in found for each in group) else []
 
 
-def _with_advantage(rows: Sequence[ShapedSample], value: float | Sequence[float]) -> list[ShapedSample]:
+def _with_advantage(rows: Sequence[SampleTag], value: float | Sequence[float]) -> list[SampleTag]:
     """Return a sample's rows with its advantage, or its turns' advantages."""
     if not isinstance(value, Sequence):
         return [replace(row, advantage=value) for row in rows]
     mean, left = math.fsum(value) / max(1, len(value)), iter(value)
     return [
-        replace(row, advantage=mean, turn_advantages=tuple(itertools.islice(left, len(row.turn_rewards))))
+        replace(row, advantage=mean, turn_advantages=list(itertools.islice(left, len(row.turn_rewards))))
         for row in rows
     ]

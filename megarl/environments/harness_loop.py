@@ -28,7 +28,7 @@ from megarl.gateway.request_fields import RUN_SESSIONS, SessionTerms
 from megarl.queue.images import ImageRef
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.registry import as_result
-from megarl.rewards.types import RewardOutcome, RewardResult, Turn
+from megarl.rewards.types import RewardResult, Turn
 from megarl.rollout.agents.agent_loop import AgentContext
 from megarl.rollout.agents.trajectory_builder import defect, failed_trajectory, row_of
 from megarl.rollout.engine.messages import GenerateResult
@@ -50,7 +50,7 @@ class ActEnd:
     `overflow`: it failed after the gateway had refused a request at a bound, so that the trajectory ends before that.
     """
 
-    reward: RewardOutcome | None = None
+    reward: RewardResult | None = None
     failure: str = ""
     overflow: bool = False
 
@@ -166,12 +166,12 @@ def _stem(ctx: AgentContext) -> str:
     return f"{RUN_SESSIONS}{ctx.group_id}-{ctx.sample_index}-"  # the last dash: of sample 1, and not of sample 10
 
 
-def outcome_of(returned: object) -> RewardOutcome | None:
+def outcome_of(returned: object) -> RewardResult | None:
     """Return what `act` has returned as a reward; None if the reward function has to tell it. Raises ValueError."""
     if returned is None:
         return None
     try:
-        return RewardOutcome(**vars(as_result("a bool" if isinstance(returned, bool) else returned)))
+        return as_result("a bool" if isinstance(returned, bool) else returned)
     except ValueError as error:
         raise ValueError(f"it returned {returned!r}; return None, a finite number, or a RewardResult") from error
 
@@ -236,7 +236,7 @@ def _result(turn: SessionTurn) -> GenerateResult:
     return GenerateResult(name, turn.response_ids, turn.logprobs, turn.versions, turn.finish_reason, -1)
 
 
-def _turns_that_do_not_fit(rows: Sequence[SessionRow], reward: RewardOutcome | None) -> str:
+def _turns_that_do_not_fit(rows: Sequence[SessionRow], reward: RewardResult | None) -> str:
     """Return why it cannot be known of which turns the rewards of turns are; empty if they can, or there are none."""
     if reward is None or not reward.turn_rewards:
         return ""
@@ -251,7 +251,7 @@ def _turn_starts(row: SessionRow) -> list[int]:
     return [at for at, (before, now) in enumerate(itertools.pairwise([0, *row.sampled])) if now and not before]
 
 
-def _trajectory(ctx: AgentContext, row: SessionRow, reward: RewardOutcome | None, failure: str) -> Trajectory:
+def _trajectory(ctx: AgentContext, row: SessionRow, reward: RewardResult | None, failure: str) -> Trajectory:
     result = GenerateResult("", row.response_ids, row.logprobs, row.versions, row.finish_reason, -1)
     if reward is not None and failure:
         reward = replace(reward, turn_rewards=())

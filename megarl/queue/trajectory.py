@@ -170,6 +170,10 @@ class SampleTag:
     as `Trajectory.has_bad_logprobs`. `replicas`: sorted indices of the known replicas that sampled tokens of it.
     `version_tokens`: the number of sampled tokens by version (`VersionSpan.counts_as`), as text. The other fields are
     as in `Trajectory`; a demonstrated sample is never stale.
+
+    The plan of a step has copies with shaped rewards and the last three fields. With `trained` False the tokens are
+    masked from the loss. `turn_advantages`: one for each turn of the row, or none; if there are any, `advantage` is the
+    mean over the sample's turns.
     """
 
     key: str
@@ -191,6 +195,9 @@ class SampleTag:
     demonstrated: bool = False
     turn_rewards: list[float] = field(default_factory=list)
     turn_starts: list[int] = field(default_factory=list)
+    trained: bool = True
+    advantage: float = 0.0
+    turn_advantages: list[float] = field(default_factory=list)
 
     @property
     def failed(self) -> bool:

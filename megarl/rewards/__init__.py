@@ -1,7 +1,7 @@
 """Reward functions (user functions and the shipped `gsm8k`, `math` and `code`), run in processes that can be killed."""
 
 from megarl.rewards.registry import resolve
-from megarl.rewards.types import RewardInput, RewardOutcome, RewardResult
+from megarl.rewards.types import RewardInput, RewardResult
 from megarl.rewards.worker_pool import RewardPool, RewardPoolError
 
-__all__ = ["RewardInput", "RewardOutcome", "RewardPool", "RewardPoolError", "RewardResult", "resolve"]
+__all__ = ["RewardInput", "RewardPool", "RewardPoolError", "RewardResult", "resolve"]

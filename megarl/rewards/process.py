@@ -11,7 +11,7 @@ import pickle
 import sys
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from pydantic import TypeAdapter
 
@@ -23,44 +23,29 @@ from megarl.rewards.types import ErrorReason, OnError, RewardResult, RewardSpec,
 MAX_ANSWER_BYTES = 1 << 16  # of an encoded answer; a real one has a few hundred
 
 
-@dataclass(frozen=True)
-class RewardAnswer:
-    """The answer for the sample with the number `task`: a result, or why there is none.
-
-    `message` is one line for people; `trace` is the end of the function's own traceback.
-    """
-
-    task: int
-    result: RewardResult | None
-    reason: ErrorReason | None = None
-    message: str = ""
-    trace: str = ""
+_ANSWER: TypeAdapter[tuple[int, RewardResult]] = TypeAdapter(tuple[int, RewardResult])
 
 
-_ANSWER = TypeAdapter(RewardAnswer)
-
-
-def encode_answer(answer: RewardAnswer) -> bytes:
-    """Return the bytes of an answer; a too long one becomes an error that says so."""
-    encoded = json_bytes(asdict(answer))
+def encode_answer(task: int, result: RewardResult) -> bytes:
+    """Return the bytes of the answer for the sample with the number `task`; a too long one becomes an error."""
+    encoded = json_bytes([task, asdict(result)])
     if len(encoded) <= MAX_ANSWER_BYTES:
         return encoded
-    message = f"the result has {len(encoded)} bytes as JSON, and at most {MAX_ANSWER_BYTES} are allowed: return less"
-    return json_bytes(asdict(RewardAnswer(answer.task, None, "invalid", message)))
+    error = f"the result has {len(encoded)} bytes as JSON, and at most {MAX_ANSWER_BYTES} are allowed: return less"
+    return json_bytes([task, asdict(RewardResult.failed("invalid", error))])
 
 
-def decode_answer(encoded: bytes, task: int) -> RewardAnswer:
+def decode_answer(encoded: bytes, task: int) -> RewardResult:
     """Return the answer for the sample `task`. Raises AnswerError for anything else."""
-    answer = checked_answer(encoded, _ANSWER)
-    if answer.task != task:
-        raise AnswerError(f"an answer for sample {answer.task} where that for sample {task} was due")
-    if (answer.result is None) == (answer.reason is None):
-        raise AnswerError("an answer with both a result and an error, or with neither")
-    if answer.result is not None:
-        for score in (answer.result.score, *answer.result.turn_rewards):
-            if not math.isfinite(score):
-                raise AnswerError(f"an answer with the score {score}, which is no finite number")
-    return answer
+    number, result = checked_answer(encoded, _ANSWER)
+    if number != task:
+        raise AnswerError(f"an answer for sample {number} where that for sample {task} was due")
+    if (result.error is None) != (result.reason is None):
+        raise AnswerError("an answer with an error and no reason, or the reverse")
+    for score in (result.score, *result.turn_rewards):
+        if not math.isfinite(score):
+            raise AnswerError(f"an answer with the score {score}, which is no finite number")
+    return result
 
 
 class RewardProcess:
@@ -102,7 +87,7 @@ class RewardProcess:
             return self._child.ending()
         return ""
 
-    def receive(self, task: int, timeout_s: float) -> RewardAnswer:
+    def receive(self, task: int, timeout_s: float) -> RewardResult:
         """Return the answer for the sample with the number `task`, or why the process has given none.
 
         That is `timeout` after `timeout_s`, `crash` if it has ended, and `foreign` if it sent anything else.
@@ -116,7 +101,7 @@ class RewardProcess:
             reason, message = "crash", f"the process ended: {self._child.ending()}"
         except (AnswerError, FrameError) as error:
             reason, message = "foreign", f"its process sent {error}; it was killed"
-        return RewardAnswer(task, None, reason, message)
+        return RewardResult.failed(reason, message)
 
     def kill(self) -> None:
         """Kill the process and all that it started, as `ChildProcess.kill`. Any thread may call it, also repeatedly."""
@@ -161,15 +146,15 @@ class Failures:
         """The failures among the latest samples, as text."""
         return f"{sum(self._failed)} of the latest {len(self._failed)} samples"
 
-    def message(self, answer: RewardAnswer) -> tuple[str, bool]:
+    def message(self, answer: RewardResult) -> tuple[str, bool]:
         """Return what to say of the failure noted last, "" if nothing, and whether people should see it at once.
 
         They see the first failure of each reason, with the end of the function's own traceback, and later the 10th,
         100th, 1000th ... failure of the function. Of the others, the log has the 2nd, 4th, 8th ... of each reason.
         """
-        assert answer.reason is not None  # of an answer without a result
+        assert answer.reason is not None  # of an answer without a reward
         count, total = self.by_reason[answer.reason], self.by_reason.total()
-        name, text = f"reward function {self._function}", f"{answer.reason} no. {count}: {answer.message}"
+        name, text = f"reward function {self._function}", f"{answer.reason} no. {count}: {answer.error}"
         if count == 1:
             trace = f"\n{answer.trace}" if answer.trace else ""
             return f"{name}: {text}; {self._what}{trace}", True

@@ -82,7 +82,7 @@ def _call(process: RewardProcess, sample: RewardInput, timeout_s: float) -> Rewa
     answer = process.receive(1, timeout_s)
     if answer.reason == "timeout":
         return f"no reward after {timeout_s:g} s (reward.timeout_s)"
-    if answer.result is not None:
-        return answer.result
+    if answer.reason is None:
+        return answer
     trace = "".join(f"\n      {line}" for line in answer.trace.splitlines()[:-1])
-    return f"{answer.message}{trace}"
+    return f"{answer.error}{trace}"

@@ -1,4 +1,4 @@
-"""Input and result of a reward function, the outcome that the pool reports, and what a reward process is given."""
+"""Input and result of a reward function, and what a reward process is given."""
 
 from __future__ import annotations
 
@@ -81,26 +81,27 @@ class RewardResult:
     `answer` is the final answer in a form in which equal answers are equal strings, for majority votes; None if there
     is none or the function does not return it. `turn_rewards`: what each of the model's turns has earned besides, in
     order; empty for none. Only an advantage by turn trains on them (`algorithm.advantage: mt_grpo`).
+
+    The pool sets the other fields, whatever a function returns. `reason`: why the function gave no reward, None if it
+    did; `error`: one line about that; `trace`: the end of the function's own traceback. `score` is then
+    `reward.on_error`, and 0 with `drop`, where `dropped` is true: the sample must not be trained on. `redone`: how
+    often the sample was scored again because its process had ended.
     """
 
     score: float
     components: dict[str, float] = field(default_factory=dict)
     answer: str | None = None
     turn_rewards: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class RewardOutcome(RewardResult):
-    """The reward of one sample; `error` is None, or the reason why there is none.
-
-    `score` is then `reward.on_error`, and 0 with `drop`, where `dropped` is true: the sample must not be trained on.
-    `redone`: how often it was scored again because its process had ended.
-    """
-
-    error: str | None = None
     reason: ErrorReason | None = None
+    error: str | None = None
+    trace: str = ""
     dropped: bool = False
     redone: int = 0
+
+    @classmethod
+    def failed(cls, reason: ErrorReason, error: str, trace: str = "") -> RewardResult:
+        """Return the result of a sample that has no reward."""
+        return cls(0.0, reason=reason, error=error, trace=trace)
 
 
 RewardFunction = Callable[[RewardInput], RewardResult]

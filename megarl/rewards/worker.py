@@ -1,7 +1,7 @@
 """The program of a reward process (`megarl.common.process.child_program`).
 
 The setup is a pickled `Setup`. The pool then sends pickled lists of (number of the sample, pickled pair of the
-function's number and the sample). The worker scores them one at a time and sends one `RewardAnswer` per sample, in
+function's number and the sample). The worker scores them one at a time and sends one answer per sample, in
 order and without delay, so the pool always knows the sample that it waits for.
 """
 
@@ -14,26 +14,26 @@ from collections.abc import Sequence
 
 from megarl.common.process.child_program import PROBLEM_CHARACTERS, ChildProgram, json_bytes, prepare
 from megarl.common.trust.secret_references import resolved
-from megarl.rewards.process import RewardAnswer, encode_answer
+from megarl.rewards.process import encode_answer
 from megarl.rewards.registry import as_result, resolve
-from megarl.rewards.types import ErrorReason, RewardFunction, Setup
+from megarl.rewards.types import ErrorReason, RewardFunction, RewardResult, Setup
 
 Batch = list[tuple[int, bytes]]
 TRACE_FRAMES = 6
 TRACE_CHARACTERS = 2000
 
 
-def score(functions: Sequence[RewardFunction], task: int, payload: bytes) -> RewardAnswer:
+def score(functions: Sequence[RewardFunction], payload: bytes) -> RewardResult:
     """Score one pickled (number, sample). Any exception of the function, SystemExit included, is part of the answer."""
     try:
         number, sample = pickle.loads(payload)
-        return RewardAnswer(task, functions[number](sample))
+        return functions[number](sample)
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         code = as_result.__code__
         refused = any((frame.filename, frame.name) == (code.co_filename, code.co_name) for frame in frames)
         reason: ErrorReason = "memory" if isinstance(error, MemoryError) else "invalid" if refused else "exception"
-        return RewardAnswer(task, None, reason, _describe(error), _trace(error))
+        return RewardResult.failed(reason, _describe(error), _trace(error))
 
 
 def _describe(error: BaseException) -> str:
@@ -72,7 +72,7 @@ def serve(program: ChildProgram) -> None:
         except (EOFError, ConnectionResetError):
             return
         for task, payload in batch:
-            program.send(encode_answer(score(functions, task, payload)))
+            program.send(encode_answer(task, score(functions, payload)))
 
 
 def _resolve(setup: Setup) -> tuple[list[RewardFunction], str]:

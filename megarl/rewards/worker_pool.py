@@ -23,8 +23,8 @@ from dataclasses import replace
 from megarl.common.errors import RolloutError
 from megarl.common.process.child_process import StartError
 from megarl.common.values import GIB
-from megarl.rewards.process import Failures, RewardAnswer, RewardProcess
-from megarl.rewards.types import ErrorReason, OnError, RewardInput, RewardOutcome, RewardSpec
+from megarl.rewards.process import Failures, RewardProcess
+from megarl.rewards.types import ErrorReason, OnError, RewardInput, RewardResult, RewardSpec
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class _Task:
     def __init__(self, number: int, function: int, payload: bytes) -> None:
         self.number, self.function, self.payload = number, function, payload
         self.redone = self.not_taken = 0
-        self.future: Future[RewardOutcome] = Future()
+        self.future: Future[RewardResult] = Future()
 
     def claim(self) -> bool:
         """Mark the task as running; return False if the caller has cancelled it. May be repeated."""
@@ -127,14 +127,14 @@ class RewardPool:
         if self._failure is not None:
             raise RewardPoolError(self._failure)
 
-    async def score(self, sample: RewardInput, function: int = 0) -> RewardOutcome:
+    async def score(self, sample: RewardInput, function: int = 0) -> RewardResult:
         """Score one sample by the function of that number.
 
         Failures of the function are part of the outcome; RewardPoolError if the pool failed.
         """
         return await asyncio.wrap_future(self.submit(sample, function))
 
-    def submit(self, sample: RewardInput, function: int = 0) -> Future[RewardOutcome]:
+    def submit(self, sample: RewardInput, function: int = 0) -> Future[RewardResult]:
         """Score one sample without an event loop. A sample that cannot be pickled raises at once."""
         self._launch()
         payload = pickle.dumps((function, sample), protocol=pickle.HIGHEST_PROTOCOL)
@@ -240,7 +240,7 @@ class RewardPool:
                 task.redone += 1
                 self._redone += 1
                 if self._redone & (self._redone - 1) == 0:  # only the 1st, 2nd, 4th, 8th ... is logged
-                    log.warning("sample no. %d is scored again: %s: %s", self._redone, answer.reason, answer.message)
+                    log.warning("sample no. %d is scored again: %s: %s", self._redone, answer.reason, answer.error)
             else:
                 self._finish(task, answer)
             if not alive:
@@ -256,10 +256,10 @@ class RewardPool:
                 again.append(task)
             else:
                 message = f"{MAX_NOT_TAKEN} processes ended before they had taken the sample; the latest: {ending}"
-                self._finish(task, RewardAnswer(task.number, None, "crash", message))
+                self._finish(task, RewardResult.failed("crash", message))
         return again
 
-    def _await_answer(self, process: RewardProcess, task: _Task) -> tuple[RewardAnswer, bool]:
+    def _await_answer(self, process: RewardProcess, task: _Task) -> tuple[RewardResult, bool]:
         """Wait for one answer; return it, and whether the process is still usable."""
         begin = time.monotonic()
         answer = process.receive(task.number, self.timeout_s)
@@ -267,24 +267,24 @@ class RewardPool:
         alive = answer.reason in (None, "exception", "invalid")
         if answer.reason == "memory" and self.memory_gib is not None:
             limit = f"; it may have {self.memory_gib:g} GiB (reward.memory_gib)"
-            answer = replace(answer, message=answer.message + limit)
+            answer = replace(answer, error=f"{answer.error}{limit}")
         self._sample_seconds += 0.2 * (time.monotonic() - begin - self._sample_seconds)
         return answer, alive
 
-    def _finish(self, task: _Task, answer: RewardAnswer) -> None:
+    def _finish(self, task: _Task, answer: RewardResult) -> None:
         """Complete the task of an answer, and fail the pool if its function fails too often."""
-        result, spec, failures = answer.result, self.functions[task.function], self._failures[task.function]
+        spec, failures = self.functions[task.function], self._failures[task.function]
         message, too_many, at_once = "", False, False
         with self._changed:
             failure = self._failure
             if failure is None:
                 too_many = failures.note(answer.reason)
-                if result is None:
+                if answer.reason is not None:
                     message, at_once = failures.message(answer)
         if message:  # outside of the lock, because it may wait for a file
             (self._report if at_once else log.warning)(message)
-        if result is not None:
-            task.future.set_result(RewardOutcome(**vars(result), redone=task.redone))
+        if answer.reason is None:
+            task.future.set_result(replace(answer, dropped=False, redone=task.redone))
         elif failure is not None:  # close() killed the process, so the sample did not fail
             task.future.set_exception(RewardPoolError(failure))
         else:
@@ -292,18 +292,14 @@ class RewardPool:
                 self._fail(
                     f"the reward function {_name(spec)} failed for {failures.recent}, and "
                     f"reward.max_error_share is {self.max_error_share:g}; the latest failure: {answer.reason}: "
-                    + "\n".join(filter(None, [answer.message, answer.trace]))
+                    + "\n".join(filter(None, [answer.error, answer.trace]))
                 )
-            task.future.set_result(self._outcome_of_error(spec, answer, task.redone))
-
-    def _outcome_of_error(self, spec: RewardSpec, answer: RewardAnswer, redone: int) -> RewardOutcome:
-        return RewardOutcome(
-            0.0 if self.on_error == "drop" else self.on_error,
-            error=f"reward function {_name(spec)}: {answer.reason}: {answer.message}",
-            reason=answer.reason,
-            dropped=self.on_error == "drop",
-            redone=redone,
-        )
+            score = 0.0 if self.on_error == "drop" else self.on_error
+            error = f"reward function {_name(spec)}: {answer.reason}: {answer.error}"
+            dropped, redone = self.on_error == "drop", task.redone
+            task.future.set_result(
+                RewardResult(score, reason=answer.reason, error=error, dropped=dropped, redone=redone)
+            )
 
     def _hand_back(self, tasks: list[_Task]) -> None:
         """Put unanswered tasks at the front of the queue, or fail them if the pool has failed."""

@@ -44,9 +44,9 @@ def test_mixed_batch() -> None:
         [*group("e", 0.0, 1.0), judged("e:2", 9.0, 5, failed=True)],
     ]
     batch = shaped(groups, shaping())
-    assert [[(s.key, s.group, s.advantage) for s in g] for g in batch.groups] == [
-        [("a:0", 0, 0.5), ("a:1", 0, -0.5)],
-        [("e:0", 4, -0.5), ("e:1", 4, 0.5)],  # the failed sample is in no baseline
+    assert [[(s.key, s.advantage) for s in g] for g in batch.groups] == [
+        [("a:0", 0.5), ("a:1", -0.5)],
+        [("e:0", -0.5), ("e:1", 0.5)],  # the failed sample is in no baseline
     ]
     assert (batch.trained_groups, batch.filtered_groups, batch.failed_groups) == (2, 2, 1)
 
@@ -66,8 +66,8 @@ def test_rewards_of_turns_are_a_signal_for_an_advantage_by_turn_alone() -> None:
     low, high = -0.5 / (0.5**0.5 + 1e-4), 0.5 / (0.5**0.5 + 1e-4)
     first, second = batch.groups[0]
     assert first.turn_advantages == pytest.approx((low, 0.0)) and first.advantage == pytest.approx(low / 2)
-    assert second.turn_advantages == pytest.approx((high,)) and first.turn_rewards == (0.0, 1.0)
-    assert shaped(groups, shaping(filter_zero_variance=False)).groups[0][0].turn_advantages == ()
+    assert second.turn_advantages == pytest.approx((high,)) and first.turn_rewards == [0.0, 1.0]
+    assert shaped(groups, shaping(filter_zero_variance=False)).groups[0][0].turn_advantages == []
 
 
 def test_the_turns_of_a_sample_are_those_of_all_its_parts() -> None:
@@ -75,7 +75,7 @@ def test_the_turns_of_a_sample_are_those_of_all_its_parts() -> None:
     part = replace(other, key="a:1.1", part=1, turn_rewards=[5.0])
     batch = shaped([[first, other, part]], shaping(by_turn=True), "mt_grpo")
     _, before, after = batch.groups[0]
-    assert len(before.turn_advantages) == 3 and after.turn_advantages == (0.0,) and after.advantage == before.advantage
+    assert len(before.turn_advantages) == 3 and after.turn_advantages == [0.0] and after.advantage == before.advantage
 
 
 def test_shaping_reaches_the_rewards_of_turns() -> None:

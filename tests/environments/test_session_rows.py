@@ -17,7 +17,7 @@ from megarl.environments.harness_loop import ActEnd, trajectories
 from megarl.environments.session_rows import SessionTurn, read_turns, session_rows
 from megarl.gateway.sessions import GatewaySession, session_content
 from megarl.queue.trajectory import VersionSpan
-from megarl.rewards.types import RewardOutcome
+from megarl.rewards.types import RewardResult
 from megarl.rollout.engine.response_parts import ResponsePart
 
 
@@ -105,12 +105,12 @@ def test_turns_that_do_not_continue_their_parents_are_refused() -> None:
 
 def test_rewards_of_turns_are_for_a_session_of_one_dialogue() -> None:
     ctx: Any = SimpleNamespace(group_id=7, sample_index=1)
-    reward = RewardOutcome(1.0, turn_rewards=(0.5, -0.5))
+    reward = RewardResult(1.0, turn_rewards=(0.5, -0.5))
     tree = [(None, [1, 2], [11]), (0, [3], [12, 13])]
     turns = read_turns(recorded(tree))
     [row] = asyncio.run(trajectories(ctx, turns, ActEnd(reward)))
     assert (row.status, row.turn_rewards, row.turn_starts) == ("ok", [0.5, -0.5], [0, 2])
-    [plain] = asyncio.run(trajectories(ctx, turns, ActEnd(RewardOutcome(1.0))))
+    [plain] = asyncio.run(trajectories(ctx, turns, ActEnd(RewardResult(1.0))))
     assert plain == replace(row, turn_rewards=[], turn_starts=[])
     [short] = asyncio.run(trajectories(ctx, turns, ActEnd(replace(reward, turn_rewards=(1.0,)))))
     assert short.status == "failed" and short.failure == "there are 1 turn_rewards, and the session has 2 turns"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rewards.types import RewardInput, RewardResult
 from megarl.rewards.worker_pool import RewardPool, RewardPoolError
 from tests.support.rewards.reward_pool import make_reward_pool, score_all, worker_pids
 from tests.support.waiting import wait_until
@@ -32,7 +32,7 @@ def pool() -> Iterator[RewardPool]:
     pool.close()
 
 
-def run(pool: RewardPool, *responses: str) -> list[RewardOutcome]:
+def run(pool: RewardPool, *responses: str) -> list[RewardResult]:
     pool._sample_seconds = 1e-4  # as after many cheap samples
     return score_all(pool, [RewardInput("", each) for each in responses])
 
@@ -113,7 +113,7 @@ def test_children_end_with_their_worker(pool: RewardPool, tmp_path: Path, how: s
 
 def test_a_worker_that_was_killed_costs_no_sample(pool: RewardPool, tmp_path: Path) -> None:
     outcomes = run(pool, "ok 1", f"crash_once 2 {tmp_path / 'once'}", "ok 3")
-    assert outcomes == [RewardOutcome(1.0), RewardOutcome(2.0, redone=1), RewardOutcome(3.0)]
+    assert outcomes == [RewardResult(1.0), RewardResult(2.0, redone=1), RewardResult(3.0)]
 
 
 def test_a_stopped_worker_is_replaced(pool: RewardPool) -> None:

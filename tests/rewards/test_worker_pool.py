@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from megarl.rewards.process import RewardProcess
-from megarl.rewards.types import RewardInput, RewardOutcome, RewardSpec
+from megarl.rewards.types import RewardInput, RewardResult, RewardSpec
 from megarl.rewards.worker_pool import MAX_NOT_TAKEN, RewardPool, RewardPoolError
 from tests.support.checkout import ROOT
 from tests.support.rewards.reward_pool import make_reward_pool, score_all, worker_pids
@@ -33,7 +33,7 @@ def sample(response: str) -> RewardInput:
     return RewardInput(prompt="", response=response)
 
 
-def run(pool: RewardPool, *responses: str, within_s: float = 240.0) -> list[RewardOutcome]:
+def run(pool: RewardPool, *responses: str, within_s: float = 240.0) -> list[RewardResult]:
     return score_all(pool, [sample(r) for r in responses], within_s)
 
 
@@ -131,7 +131,7 @@ def test_warm_up_does_not_count_as_a_samples_time() -> None:
 @pytest.mark.slow
 def test_it_works_from_a_thread_that_is_not_the_main_one(pool: RewardPool) -> None:
     """Ray's async actors run in such threads, in which no signal can be used."""
-    results: list[RewardOutcome] = []
+    results: list[RewardResult] = []
     thread = threading.Thread(target=lambda: results.extend(run(pool, "ok 1", "hang", "ok 2")))
     thread.start()
     thread.join(timeout=240)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rewards.types import RewardInput, RewardResult
 from tests.support.checkout import ROOT
 from tests.support.rewards.reward_pool import make_reward_pool, score_all
 
@@ -65,6 +65,6 @@ def test_the_attack_fails_on_the_pool(fork: str) -> None:
     try:
         for _ in range(2):
             samples = [RewardInput("", f"{fork if number == 1 else 'ok'} {number}") for number in range(1, 9)]
-            assert score_all(pool, samples) == [RewardOutcome(float(number)) for number in range(1, 9)]
+            assert score_all(pool, samples) == [RewardResult(float(number)) for number in range(1, 9)]
     finally:
         pool.close()

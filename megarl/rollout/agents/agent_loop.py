@@ -18,7 +18,7 @@ from megarl.common.values import changed
 from megarl.config.schema.agent import LOOP_TURNS
 from megarl.queue.images import ImageRef
 from megarl.queue.trajectory import Trajectory
-from megarl.rewards.types import RewardOutcome, Turn
+from megarl.rewards.types import RewardResult, Turn
 from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.agents.batch_stats import BatchStats, TrajectoryTimes
 from megarl.rollout.agents.loop_run import LoopRun
@@ -303,7 +303,7 @@ class AgentContext:
             )  # fmt: skip
         return self._answered(number, CallRecord(digest, answer.text, answer.error, seconds), answer.images)
 
-    async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardOutcome | None:
+    async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardResult | None:
         """Score a response with the reward function; None if the response failed and is not scored.
 
         An evaluation scores such a response too, and counts it among the failed ones.
@@ -315,14 +315,14 @@ class AgentContext:
         _, outcome = await self._judged(result, turns)
         return outcome
 
-    async def _judged(self, result: GenerateResult, turns: Sequence[Turn]) -> tuple[str, RewardOutcome]:
+    async def _judged(self, result: GenerateResult, turns: Sequence[Turn]) -> tuple[str, RewardResult]:
         """Return the text of a response and its reward."""
         text = await self._decoder.text(result.response_ids)
         started = time.monotonic()
         reward_input = self.prompt.reward_input(text, result.response_ids, result.finish_reason)
         if turns:
             reward_input = changed(reward_input, turns=tuple(turns))
-        outcome: RewardOutcome = await self._rewards.score(reward_input, self.prompt.reward)
+        outcome: RewardResult = await self._rewards.score(reward_input, self.prompt.reward)
         stats, ended = self.stats, time.monotonic()
         stats.reward_seconds.append(ended - started)
         self.times.reward_s += ended - started

@@ -22,7 +22,7 @@ from megarl.queue.routes import RoutesSpec
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.builtin.gsm8k import final_number
 from megarl.rewards.builtin.math import last_boxed
-from megarl.rewards.types import RewardOutcome, Turn
+from megarl.rewards.types import RewardResult, Turn
 from megarl.rewards.worker_pool import RewardPool
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.loop_run import LoopRun
@@ -54,9 +54,9 @@ class EvaluatedResponse:
 class EvalContext(AgentContext):
     """The context of one response to a held-out problem. Nothing of it is kept for a resume."""
 
-    _text, _outcome, _turns = "", RewardOutcome(0.0), tuple[Turn, ...]()
+    _text, _outcome, _turns = "", RewardResult(0.0), tuple[Turn, ...]()
 
-    async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardOutcome | None:
+    async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardResult | None:
         """See `AgentContext.judge`."""
         self._turns = tuple(turns)
         self._text, self._outcome = await self._judged(result, turns)
@@ -107,7 +107,7 @@ class EvalContext(AgentContext):
         }
 
 
-def answer_of(text: str, outcome: RewardOutcome) -> str | None:
+def answer_of(text: str, outcome: RewardResult) -> str | None:
     """Return the final answer as a string for voting; None if there is none.
 
     It is the answer that the reward function judged. If the function does not return its answer: the content of the

@@ -10,7 +10,7 @@ from megarl.common.values import changed
 from megarl.queue.routes import Routes, RoutesSpec, joined
 from megarl.queue.streams import STREAMS, stream_row
 from megarl.queue.trajectory import FinishReason, Trajectory, VersionSpan, first_bad_logprob
-from megarl.rewards.types import RewardOutcome
+from megarl.rewards.types import RewardResult
 from megarl.rollout.engine.messages import GenerateResult
 
 
@@ -60,7 +60,7 @@ def failed_trajectory(group_id: int, sample_index: int, reason: str) -> Trajecto
 
 
 def trajectory(
-    group_id: int, sample_index: int, prompt_ids: list[int], result: GenerateResult, outcome: RewardOutcome | None
+    group_id: int, sample_index: int, prompt_ids: list[int], result: GenerateResult, outcome: RewardResult | None
 ) -> Trajectory:
     """Return the trajectory of one response. `outcome` is None if the sample failed and was not scored.
 
@@ -77,7 +77,7 @@ def row_of(
     sample_index: int,
     prompt_ids: list[int],
     result: GenerateResult,
-    outcome: RewardOutcome | None,
+    outcome: RewardResult | None,
     failure: str,
     starts: list[int],
     mask: list[int] | None = None,
@@ -118,7 +118,7 @@ def dialogue_trajectory(
     prompt_ids: list[int],
     results: Sequence[GenerateResult],
     inserted: Sequence[Sequence[int]],
-    outcome: RewardOutcome | None,
+    outcome: RewardResult | None,
     *,
     finish_reason: FinishReason,
     failure: str = "",

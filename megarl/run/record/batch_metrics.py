@@ -31,8 +31,8 @@ def record_batch(metrics: StepMetrics, plan: StepPlan, trained: Set[int]) -> Non
     _groups(metrics, plan, trained, first_parts(generated))
     _lengths(metrics, plan, generated)
     _datasets(metrics, first_parts(new))
-    planned = [plan.tags[sample.key] for group in plan.shaped.groups for sample in group]
-    in_loss = [plan.tags[sample.key] for group in plan.shaped.groups for sample in group if sample.trained]
+    planned = [row for group in plan.shaped.groups for row in group]
+    in_loss = [row for row in planned if row.trained]
     metrics.update(
         {
             "samples": len(first_parts(tags)),
@@ -71,7 +71,7 @@ def nothing_trained(plan: StepPlan) -> str:
 def _staleness(metrics: StepMetrics, plan: StepPlan) -> None:
     """Record the staleness of trained samples, and the lengths of trained and of stale ones."""
     stale = [plan.tags[key].response_tokens for key in plan.stale if not plan.tags[key].failed]
-    trained = [plan.tags[sample.key].response_tokens for group in plan.shaped.groups for sample in group]
+    trained = [row.response_tokens for group in plan.shaped.groups for row in group]
     for name, lengths in (("length", trained), ("stale_length", stale)):
         if lengths:
             metrics.update({f"{name}_mean": statistics.fmean(lengths), f"{name}_max": max(lengths)}, prefix="batch/")

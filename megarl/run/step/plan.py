@@ -85,7 +85,7 @@ class StepPlan:
     @property
     def trained_groups(self) -> list[int]:
         """The ids of the groups that this step is the first to train, sorted."""
-        groups = {self.tags[sample.key].group_id for group in self.shaped.groups for sample in group}
+        groups = {sample.group_id for group in self.shaped.groups for sample in group}
         return sorted(groups - self.reused)
 
     def skipped(self) -> StepPlan | None:
@@ -145,12 +145,12 @@ def plan_step(
     own_limits = [limits[group[0].dataset] for group in fresh] if limits else None
     shaped = shape_batch(fresh, shaping_of(config), advantage_of(config.algorithm), own_limits)
     by_key = {tag.key: tag for tag in tags}
-    _check_all_trained(reused, {by_key[group[0].key].group_id for group in shaped.groups}, stale)
+    _check_all_trained(reused, {group[0].group_id for group in shaped.groups}, stale)
     mini_batches = []
     for chunk in _chunks(shaped.groups, config.trainer.mini_batches):
-        keys = [sample.key for group in chunk for sample in group]
-        lengths = [by_key[key].total_tokens for key in keys]
-        mini_batches.append([[keys[i] for i in part] for part in assign_to_ranks(lengths, dp_size)])
+        rows = [row for group in chunk for row in group]
+        parts = assign_to_ranks([row.total_tokens for row in rows], dp_size)
+        mini_batches.append([[rows[i].key for i in part] for part in parts])
     outcome = GroupOutcome(
         trained=shaped.trained_groups - len(reused),
         filtered=shaped.filtered_groups + len(replaced),

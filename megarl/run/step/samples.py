@@ -117,10 +117,10 @@ def set_advantages(
         if row.key not in samples:
             continue
         if row.turn_advantages:
-            samples[row.key].set_turn_advantages(row.turn_advantages, plan.tags[row.key].turn_starts)
+            samples[row.key].set_turn_advantages(row.turn_advantages, row.turn_starts)
         else:
             samples[row.key].set_advantage(row.advantage)
-    first = [plan.tags[group[0].key] for group in plan.shaped.groups]
+    first = [group[0] for group in plan.shaped.groups]
     new = [tag.group_id not in plan.reused and not tag.demonstrated for tag in first]
     if flat := [value for group in itertools.compress(rewards, new) for value in group]:
         metrics.record("reward/shaped_mean", sum(flat) / len(flat))

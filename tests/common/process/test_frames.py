@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megarl.common.process.child_process import AnswerError
 from megarl.common.process.frames import FrameError, framed, read_frame, receive_frame, send_frame
-from megarl.rewards.process import MAX_ANSWER_BYTES, RewardAnswer, decode_answer, encode_answer
+from megarl.rewards.process import MAX_ANSWER_BYTES, decode_answer, encode_answer
 from megarl.rewards.types import RewardResult
 
 Pair = tuple[socket.socket, socket.socket]
@@ -77,8 +77,7 @@ results = st.builds(RewardResult, scores, st.dictionaries(texts, numbers, max_si
 
 @given(st.integers(0, 1 << 40), results)
 def test_a_result_arrives_exactly(task: int, result: RewardResult) -> None:
-    answer = RewardAnswer(task, result)
-    assert decode_answer(encode_answer(answer), task) == answer
+    assert decode_answer(encode_answer(task, result), task) == result
 
 
 def test_frames_from_a_stream_are_those_from_a_socket() -> None:
@@ -102,8 +101,8 @@ def test_frames_from_a_stream_are_those_from_a_socket() -> None:
 
 
 def test_a_component_that_is_no_number_arrives() -> None:
-    answer = decode_answer(encode_answer(RewardAnswer(1, RewardResult(1.0, {"a": math.nan}))), 1)
-    assert answer.result is not None and math.isnan(answer.result.components["a"])
+    answer = decode_answer(encode_answer(1, RewardResult(1.0, {"a": math.nan})), 1)
+    assert math.isnan(answer.components["a"])
 
 
 @pytest.mark.parametrize(
@@ -113,18 +112,19 @@ def test_a_component_that_is_no_number_arrives() -> None:
         b"\x80\x04.",  # pickle
         b"[]",
         b"{}",
-        b'{"task": 8, "result": {"score": 1.0}}',
-        b'{"task": "7", "result": {"score": 1.0}}',
-        b'{"task": 7, "result": {"score": "1.0"}}',
-        b'{"task": 7, "result": {"score": null}}',
-        b'{"task": 7, "result": {"score": NaN}}',
-        b'{"task": 7, "result": {"score": -Infinity}}',
-        b'{"task": 7, "result": {"score": 1e999}}',
-        b'{"task": 7, "result": {"score": 1.0, "turn_rewards": [NaN]}}',
-        b'{"task": 7, "result": {"score": 1.0, "turn_rewards": ["1"]}}',
-        b'{"task": 7, "result": null}',
-        b'{"task": 7, "result": {"score": 1.0}, "reason": "crash"}',
-        b'{"task": 7, "result": null, "reason": "bored"}',
+        b'[8, {"score": 1.0}]',
+        b'["7", {"score": 1.0}]',
+        b'[7, {"score": "1.0"}]',
+        b'[7, {"score": null}]',
+        b'[7, {"score": NaN}]',
+        b'[7, {"score": -Infinity}]',
+        b'[7, {"score": 1e999}]',
+        b'[7, {"score": 1.0, "turn_rewards": [NaN]}]',
+        b'[7, {"score": 1.0, "turn_rewards": ["1"]}]',
+        b"[7, null]",
+        b'[7, {"score": 1.0, "reason": "crash"}]',
+        b'[7, {"score": 1.0, "error": "late"}]',
+        b'[7, {"score": 0.0, "error": "late", "reason": "bored"}]',
         b"[" * 100_000,
         b"\xff\xfe",
     ],
@@ -135,7 +135,7 @@ def test_what_is_no_answer_to_the_sample_is_refused(encoded: bytes) -> None:
 
 
 def test_an_answer_that_is_too_long_becomes_one_that_says_so() -> None:
-    encoded = encode_answer(RewardAnswer(7, RewardResult(1.0, answer="x" * MAX_ANSWER_BYTES)))
+    encoded = encode_answer(7, RewardResult(1.0, answer="x" * MAX_ANSWER_BYTES))
     answer = decode_answer(encoded, 7)
-    assert len(encoded) < 1000 and answer.reason == "invalid" and "return less" in answer.message
-    assert json.loads(encoded)["result"] is None
+    assert len(encoded) < 1000 and answer.reason == "invalid" and "return less" in (answer.error or "")
+    assert json.loads(encoded)[0] == 7 and answer.answer is None

@@ -11,7 +11,7 @@ import pytest
 from megarl.chat.xml_calls import XmlFormat
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
-from megarl.rewards.types import RewardInput, RewardOutcome, Turn
+from megarl.rewards.types import RewardInput, RewardResult, Turn
 from megarl.rollout.agents.tool_agent import ToolAgent
 from tests.support.agents.scripted_agents import (
     END,
@@ -215,7 +215,7 @@ def test_tagged_calls_are_typed_and_read_from_the_whole_turn_however_it_was_inte
 class RewardsByTurn(KeepingRewards):
     """Gives turn number i the reward i."""
 
-    async def score(self, judged: RewardInput, function: int = 0) -> RewardOutcome:
+    async def score(self, judged: RewardInput, function: int = 0) -> RewardResult:
         return replace(await super().score(judged), turn_rewards=tuple(map(float, range(judged.model_turns))))
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.queue.routes import Routes, RoutesSpec
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.rewards.types import RewardOutcome
+from megarl.rewards.types import RewardResult
 from megarl.rollout.agents.trajectory_builder import (
     check_trajectory,
     defect,
@@ -30,14 +30,14 @@ GOOD = GenerateResult("r", [5, 6, 2], [-0.5, -1.25, 0.0], (VersionSpan(3, 0, 2),
 
 
 def test_a_sound_sample_keeps_tokens_logprobs_and_versions() -> None:
-    row = trajectory(7, 1, [1, 2], GOOD, RewardOutcome(0.5, {"parsed": 1.0}))
+    row = trajectory(7, 1, [1, 2], GOOD, RewardResult(0.5, {"parsed": 1.0}))
     assert (row.key, row.status, row.failure, row.oldest_version) == ("7:1", "ok", "", 3)
     assert (row.prompt_ids, row.response_ids, row.rollout_logprobs) == ([1, 2], [5, 6, 2], [-0.5, -1.25, 0.0])
     assert (row.reward, row.reward_components) == (0.5, {"parsed": 1.0})
 
 
 def test_a_sample_without_a_reward_has_failed_unless_on_error_gives_it_one() -> None:
-    late = RewardOutcome(0.0, error="timeout: no reward after 10 s", reason="timeout", dropped=True)
+    late = RewardResult(0.0, error="timeout: no reward after 10 s", reason="timeout", dropped=True)
     row = trajectory(7, 1, [1, 2], GOOD, late)
     assert (row.status, row.failure, row.reward_error) == ("failed", late.error, late.error)
     row = trajectory(7, 1, [1, 2], GOOD, replace(late, score=-0.5, dropped=False))
@@ -59,7 +59,7 @@ def test_the_experts_of_a_dialogue_are_those_with_which_each_token_was_read() ->
     """A later turn reads again what came before; what the earlier turns said of it stays."""
     again = Routes(np.concatenate([experts(4, 50).experts_TLK, experts(5, 4).experts_TLK]))
     turns = [replace(GOOD, routes=experts(4)), replace(GOOD, routes=again)]  # prompts of 2, and 2 + 3 + 2 tokens
-    row = dialogue_trajectory(7, 1, [1, 2], turns, [[8, 9]], RewardOutcome(1.0), finish_reason="stop")
+    row = dialogue_trajectory(7, 1, [1, 2], turns, [[8, 9]], RewardResult(1.0), finish_reason="stop")
     assert len(row.prompt_ids + row.response_ids) == 10 and row.routes == experts(9)
     assert fail_without_routes([row], SPEC) == [row]
 
@@ -77,7 +77,7 @@ def test_the_experts_of_a_dialogue_are_those_with_which_each_token_was_read() ->
     ],
 )
 def test_a_sample_whose_experts_cannot_be_replayed_has_failed(routes: Routes | None, problem: str) -> None:
-    row = trajectory(7, 1, [1, 2], replace(GOOD, routes=routes), RewardOutcome(1.0))
+    row = trajectory(7, 1, [1, 2], replace(GOOD, routes=routes), RewardResult(1.0))
     sound = replace(row, routes=experts(4))
     assert fail_without_routes([sound], SPEC) == [sound]
     failed = fail_without_routes([sound, row], SPEC)
@@ -86,14 +86,14 @@ def test_a_sample_whose_experts_cannot_be_replayed_has_failed(routes: Routes | N
 
 
 def test_rewards_of_turns_stand_at_the_first_tokens_of_the_turns() -> None:
-    by_turn = RewardOutcome(1.0, turn_rewards=(0.5, -0.5))
+    by_turn = RewardResult(1.0, turn_rewards=(0.5, -0.5))
     row = dialogue_trajectory(7, 1, [1], [GOOD, GOOD], [[8, 9]], by_turn, finish_reason="stop")
     assert (row.turn_rewards, row.turn_starts) == ([0.5, -0.5], [0, 5])
     assert (row.tag.turn_rewards, row.tag.turn_starts) == ([0.5, -0.5], [0, 5])
     check_trajectory(row, 7, 1)
-    plain = dialogue_trajectory(7, 1, [1], [GOOD, GOOD], [[8, 9]], RewardOutcome(1.0), finish_reason="stop")
+    plain = dialogue_trajectory(7, 1, [1], [GOOD, GOOD], [[8, 9]], RewardResult(1.0), finish_reason="stop")
     assert plain == replace(row, turn_rewards=[], turn_starts=[])
-    single = trajectory(7, 1, [1], GOOD, RewardOutcome(1.0, turn_rewards=(0.5,)))
+    single = trajectory(7, 1, [1], GOOD, RewardResult(1.0, turn_rewards=(0.5,)))
     assert (single.turn_rewards, single.turn_starts) == ([0.5], [0])
     with pytest.raises(ValueError, match="sample 7:1 has rewards of 2 turns, and the model had 1: an agent loop has"):
         trajectory(7, 1, [1], GOOD, by_turn)
@@ -112,7 +112,7 @@ def test_other_failures_are_no_matter_of_logprobs() -> None:
     aborted = trajectory(0, 0, [1], replace(GOOD, finish_reason="abort"), None)
     assert aborted.status == "failed" and not aborted.tag.bad_logprobs
     assert not failed_trajectory(0, 0, "late").tag.bad_logprobs
-    assert not trajectory(7, 1, [1, 2], GOOD, RewardOutcome(0.5)).tag.bad_logprobs
+    assert not trajectory(7, 1, [1, 2], GOOD, RewardResult(0.5)).tag.bad_logprobs
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megarl.config.derived import staleness
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import SampleTag, Trajectory
-from megarl.rewards.types import RewardOutcome
+from megarl.rewards.types import RewardResult
 from megarl.rewards.worker_pool import RewardPoolError
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
@@ -228,7 +228,7 @@ async def test_a_group_whose_samples_all_fail_in_the_engine_is_failed(local: Loc
 
 async def test_samples_without_a_reward_are_failed_samples_and_no_zeros(local: LocalController) -> None:
     """Those of one group, whose text has two characters; the metrics count them."""
-    late = RewardOutcome(0.0, error="timeout: no reward after 10 s", reason="timeout", dropped=True, redone=1)
+    late = RewardResult(0.0, error="timeout: no reward after 10 s", reason="timeout", dropped=True, redone=1)
     local.rewards.script[2] = [late] * SAMPLES
     await local.controller.set_version(0)
     batch = await local.controller.wait_batch(0, WAIT_S)

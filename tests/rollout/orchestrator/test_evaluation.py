@@ -12,7 +12,7 @@ from megarl.chat.formats import Prompt
 from megarl.common.errors import RequestFailed
 from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import VersionSpan
-from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rewards.types import RewardInput, RewardResult
 from megarl.rollout.agents.loop_host import LoopHost, SingleTurn, answer_of
 from megarl.rollout.agents.tool_agent import ToolAgent
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec, request_seed
@@ -34,21 +34,21 @@ class Pool:
         ]
 
 
-def evaluate(pool: Pool, outcome: RewardOutcome, text: str = "it is 7") -> SetReport:
+def evaluate(pool: Pool, outcome: RewardResult, text: str = "it is 7") -> SetReport:
     return asyncio.run(evaluate_on_fleet(single_turns(), pool, host(outcome, text), version=0, tag="t"))  # type: ignore[arg-type]
 
 
 class Rewards:
     """Judges every response as `outcome`."""
 
-    def __init__(self, outcome: RewardOutcome) -> None:
+    def __init__(self, outcome: RewardResult) -> None:
         self.outcome = outcome
 
-    async def score(self, sample: RewardInput, function: int = 0) -> RewardOutcome:
+    async def score(self, sample: RewardInput, function: int = 0) -> RewardResult:
         return self.outcome
 
 
-def host(outcome: RewardOutcome, text: str = "") -> LoopHost:
+def host(outcome: RewardResult, text: str = "") -> LoopHost:
     """A host of single turns. `text`: that of every response; "": its token ids."""
     return LoopHost(
         SingleTurn(), Rewards(outcome), lambda some: [text or str(ids) for ids in some], timeout_s=5.0  # type: ignore[arg-type]
@@ -103,8 +103,8 @@ def test_a_request_that_is_refused_costs_its_response_alone() -> None:
     assert report.failed_generations == 6 and report.nothing_judged is not None
 
 
-GOOD = RewardOutcome(1.0, {"parsed": 1.0}, answer="7")
-LATE = RewardOutcome(0.0, error="timeout: no reward after 3 s", reason="timeout")
+GOOD = RewardResult(1.0, {"parsed": 1.0}, answer="7")
+LATE = RewardResult(0.0, error="timeout: no reward after 3 s", reason="timeout")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ LATE = RewardOutcome(0.0, error="timeout: no reward after 3 s", reason="timeout"
         (Pool("stop", float("nan")), GOOD, 6, 0),
     ],
 )
-def test_failed_responses_are_counted(pool: Pool, outcome: RewardOutcome, generations: int, rewards: int) -> None:
+def test_failed_responses_are_counted(pool: Pool, outcome: RewardResult, generations: int, rewards: int) -> None:
     report = evaluate(pool, outcome)
     assert (report.failed_generations, report.reward_errors) == (generations, rewards)
     assert (report.nothing_judged is None) == (generations + rewards == 0)
@@ -128,16 +128,16 @@ def test_failed_responses_are_counted(pool: Pool, outcome: RewardOutcome, genera
 @pytest.mark.parametrize(
     ("text", "outcome", "answer"),
     [
-        (r"\frac{1}{2}", RewardOutcome(1.0, {"parsed": 1.0}, answer="1/2"), "1/2"),
-        (r"\frac{3}{2}", RewardOutcome(0.0, {"parsed": 1.0}, answer="3/2"), "3/2"),
-        ("x^2", RewardOutcome(0.0, {"parsed": 0.0}), None),
+        (r"\frac{1}{2}", RewardResult(1.0, {"parsed": 1.0}, answer="1/2"), "1/2"),
+        (r"\frac{3}{2}", RewardResult(0.0, {"parsed": 1.0}, answer="3/2"), "3/2"),
+        ("x^2", RewardResult(0.0, {"parsed": 0.0}), None),
         ("it is 7", LATE, None),  # nothing was judged
-        ("it is 7", RewardOutcome(1.0), "7"),  # a function of the user's, which does not say
-        (r"first 8, then \boxed{x + 1}", RewardOutcome(1.0), "x+1"),
-        ("nothing", RewardOutcome(0.0), None),
+        ("it is 7", RewardResult(1.0), "7"),  # a function of the user's, which does not say
+        (r"first 8, then \boxed{x + 1}", RewardResult(1.0), "x+1"),
+        ("nothing", RewardResult(0.0), None),
     ],
 )
-def test_what_a_response_votes_for(text: str, outcome: RewardOutcome, answer: str | None) -> None:
+def test_what_a_response_votes_for(text: str, outcome: RewardResult, answer: str | None) -> None:
     assert answer_of(text, outcome) == answer
 
 
@@ -159,8 +159,8 @@ class ScriptedPool:
 
 def evaluate_agent(pool: ScriptedPool, loop: Any, tool: Counter) -> tuple[SetReport, EvalSet]:
     class Fours:
-        async def score(self, sample: RewardInput, function: int = 0) -> RewardOutcome:
-            return RewardOutcome(float("4" in sample.response), {"turns": float(len(sample.turns))}, answer="4")
+        async def score(self, sample: RewardInput, function: int = 0) -> RewardResult:
+            return RewardResult(float("4" in sample.response), {"turns": float(len(sample.turns))}, answer="4")
 
     box = toolbox_of(tool)
     prompt = Prompt(0, [{"role": "user", "content": "2 + 2?"}], "4", {})

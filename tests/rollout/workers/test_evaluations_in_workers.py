@@ -13,7 +13,7 @@ from megarl.chat.formats import Prompt
 from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rewards.types import RewardInput, RewardResult
 from megarl.rollout.agents.agent_loop import AgentContext, AgentLoop
 from megarl.rollout.agents.loop_run import EVAL_SEED_OFFSET
 from megarl.rollout.agents.tool_agent import ToolAgent
@@ -106,10 +106,10 @@ class Scene:
             self.crew.made[0].die()
         await asyncio.sleep(0)
 
-    async def score(self, sample: RewardInput, function: int = 0) -> RewardOutcome:
+    async def score(self, sample: RewardInput, function: int = 0) -> RewardResult:
         await self.point()
         assert function == 1, "the reward function of the set"
-        return RewardOutcome(float("4" in sample.response), {"turns": float(len(sample.turns))}, answer="4")
+        return RewardResult(float("4" in sample.response), {"turns": float(len(sample.turns))}, answer="4")
 
     async def evaluate(self, share: asyncio.Semaphore | None = None) -> SetReport:
         crew, pool = self.crew, cast(Any, self.pool)

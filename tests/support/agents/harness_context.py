@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.config.schema.agent import AgentConfig
 from megarl.gateway.token_file import write_gateway_file, write_token
-from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rewards.types import RewardInput, RewardResult
 from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateResult, SamplingSpec
 from tests.support.gateway.gateway_stand_in import TOKEN, StandInGateway
@@ -34,9 +34,9 @@ class Context:
         self.ended: list[int] = []
         self.overflows = 0
 
-    async def judge(self, result: GenerateResult, turns: Any = ()) -> RewardOutcome:
+    async def judge(self, result: GenerateResult, turns: Any = ()) -> RewardResult:
         self.judged.append((result, turns))
-        return RewardOutcome(0.25, {"correct": 0.25})
+        return RewardResult(0.25, {"correct": 0.25})
 
     def note_end(self, turns: int, malformed: int = 0, overflow: bool = False) -> None:
         self.ended.append(turns)

@@ -13,7 +13,7 @@ from megarl.chat.formats import Prompt
 from megarl.config.schema import Config
 from megarl.config.schema.agent import AgentConfig
 from megarl.queue.trajectory import VersionSpan
-from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rewards.types import RewardInput, RewardResult
 from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.engine.continuation import RequestContext, ResponsesSoFar
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
@@ -98,9 +98,9 @@ class KeepingRewards:
     right: str = "4"
     judged: list[RewardInput] = field(default_factory=list)
 
-    async def score(self, judged: RewardInput, function: int = 0) -> RewardOutcome:
+    async def score(self, judged: RewardInput, function: int = 0) -> RewardResult:
         self.judged.append(judged)
-        return RewardOutcome(float(self.right in judged.response))
+        return RewardResult(float(self.right in judged.response))
 
 
 class OneProblem:

@@ -123,10 +123,10 @@ def hostile(sample: RewardInput) -> float | RewardResult:
     if command == "garbage":
         os.write(channel, struct.pack("!I", 5) + b"hello")
     if command == "forge":
-        os.write(channel, _frame({"task": 1_000_000, "result": {"score": 99.0}, "reason": None}))
+        os.write(channel, _frame([1_000_000, {"score": 99.0}]))
     if command == "forge_nan":
         due = next(frame.f_locals["task"] for frame, _ in traceback.walk_stack(None) if "task" in frame.f_locals)
-        os.write(channel, _frame({"task": due, "result": {"score": float("nan")}, "reason": None}))
+        os.write(channel, _frame([due, {"score": float("nan")}]))
     if command == "half":
         os.write(channel, struct.pack("!I", 500) + b"{")
         time.sleep(600)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.rewards.types import OnError, RewardInput, RewardOutcome, RewardSpec
+from megarl.rewards.types import OnError, RewardInput, RewardResult, RewardSpec
 from megarl.rewards.worker_pool import RewardPool
 
 
@@ -29,10 +29,10 @@ def make_reward_pool(
     )
 
 
-def score_all(pool: RewardPool, samples: Sequence[RewardInput], within_s: float = 240.0) -> list[RewardOutcome]:
+def score_all(pool: RewardPool, samples: Sequence[RewardInput], within_s: float = 240.0) -> list[RewardResult]:
     """Score samples concurrently; outcomes in the order of the samples. Raises TimeoutError after `within_s`."""
 
-    async def gather() -> list[RewardOutcome]:
+    async def gather() -> list[RewardResult]:
         async with asyncio.timeout(within_s):
             return list(await asyncio.gather(*(pool.score(sample) for sample in samples)))
 

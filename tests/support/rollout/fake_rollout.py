@@ -16,7 +16,7 @@ import pytest
 from megarl.chat.formats import Prompt
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory, VersionSpan
-from megarl.rewards.types import RewardInput, RewardOutcome
+from megarl.rewards.types import RewardInput, RewardResult
 from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.agents.loop_host import LoopHost, SingleTurn
 from megarl.rollout.agents.loop_run import RunningGroups
@@ -124,15 +124,15 @@ class FakeRewards:
     """The reward is the length of the text, or the next one of `script`; `failure` is raised if it is set."""
 
     def __init__(self) -> None:
-        self.script: dict[int, list[float | RewardOutcome]] = {}  # by length of the text, which tells the group
+        self.script: dict[int, list[float | RewardResult]] = {}  # by length of the text, which tells the group
         self.failure: Exception | None = None
 
-    async def score(self, judged: RewardInput, function: int = 0) -> RewardOutcome:
+    async def score(self, judged: RewardInput, function: int = 0) -> RewardResult:
         if self.failure is not None:
             raise self.failure
         script = self.script.get(len(judged.response))
         reward = script.pop(0) if script else float(len(judged.response))
-        return reward if isinstance(reward, RewardOutcome) else RewardOutcome(reward)
+        return reward if isinstance(reward, RewardResult) else RewardResult(reward)
 
     def waiting(self) -> str:
         return "; 3 samples wait for their reward"
