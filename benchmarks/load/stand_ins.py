@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megarl.common.process.memory_tuning import collect_rarely, exempt_present_objects
 from megarl.queue.trajectory import VersionSpan
+from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.placement import ENGINE_RESOURCE, ROLLOUT_RESOURCE
 from megarl.rollout.engine.replica import ReplicaSpec
@@ -26,7 +27,7 @@ from megarl.rollout.engine.replica_start import replica_name
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.orchestrator.controller import RolloutController
 from megarl.rollout.transport.link import Parcel
-from megarl.rollout.transport.rpc import CallResult, RpcServer, SharedCall
+from megarl.rollout.transport.rpc import Call, Reply, RpcServer
 from megarl.rollout.workers.agent_worker import AgentWorker
 from megarl.tools.tool import ToolAnswer
 
@@ -76,10 +77,10 @@ class TimedReplica:
         exempt_present_objects()  # as the replica does
         collect_rarely()
 
-    async def give(self, number: int, calls: Sequence[SharedCall], link: str) -> None:
+    async def give(self, number: int, calls: Sequence[Call], link: str) -> None:
         await self._calls.give(number, calls, link)
 
-    async def take(self, seen: int, wait_s: float, link: str) -> Parcel[CallResult]:
+    async def take(self, seen: int, wait_s: float, link: str) -> Parcel[Reply]:
         return await self._calls.take(seen, wait_s, link)
 
     async def generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
@@ -97,7 +98,7 @@ class TimedReplica:
         """Return the new tokens: when all responses have taken their time, and after `wait_s` at the latest."""
         end = max(self._open[name].started + len(self._open[name].ids) * self._seconds_per_token for name in reported)
         await asyncio.sleep(max(0.0, min(wait_s, end - time.monotonic())))
-        return EngineReport({name: self._part(name, known) for name, known in reported.items()})
+        return {name: self._part(name, known) for name, known in reported.items()}, EngineLoad()
 
     def _part(self, name: str, known: int) -> ResponsePart:
         found = self._open[name]

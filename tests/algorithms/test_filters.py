@@ -82,7 +82,7 @@ def test_shaping_reaches_the_rewards_of_turns() -> None:
     """A truncated sample's reward is taken whole; the control's are shuffled among the samples that have the turn."""
     cut, kept = by_turn("a", (1.0, [3.0, 1.0]), (0.0, [2.0]))
     taken = shaped([[replace(cut, finish_reason="length"), kept]], shaping(truncated="zero_reward", by_turn=True))
-    assert [s.turn_rewards for s in taken.groups[0]] == [(0.0, 0.0), (2.0,)]
+    assert [s.turn_rewards for s in taken.groups[0]] == [[0.0, 0.0], [2.0]]
     spec = shaping(permutation_seed=1, by_turn=True)
     groups = [by_turn(name, *((float(i), [float(i), 10.0 + i][: 1 + i % 2]) for i in range(4))) for name in "abcd"]
     moved = shaped(groups, spec, "mt_grpo").groups
@@ -92,7 +92,7 @@ def test_shaping_reaches_the_rewards_of_turns() -> None:
             after = [row.turn_rewards[turn] for row in rows if turn < len(row.turn_rewards)]
             assert sorted(before) == sorted(after)
         assert [len(row.turn_rewards) for row in rows] == [1, 2, 1, 2]
-    assert any(list(row.turn_rewards) != tag.turn_rewards for g, rows in zip(groups, moved, strict=True)
+    assert any(row.turn_rewards != tag.turn_rewards for g, rows in zip(groups, moved, strict=True)
                for tag, row in zip(g, rows, strict=True))  # fmt: skip
 
 

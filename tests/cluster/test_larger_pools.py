@@ -110,8 +110,8 @@ def check_that_reported_tokens_are_kept(pool: TestPool, victim: ProcessId, monke
         async def watched(client: ReplicaClient, method: str, *args: Any, timeout_s: float) -> Any:
             answer = await call(client, method, *args, timeout_s=timeout_s)
             if method in {"generate", "report"}:
-                reports.append((client.index, dict(answer.parts)))
-                if client.index == 1 and any(part.response_ids for part in answer.parts.values()):
+                reports.append((client.index, dict(answer[0])))
+                if client.index == 1 and any(part.response_ids for part in answer[0].values()):
                     os.kill(victim.pid, signal.SIGKILL)
             return answer
 

@@ -289,10 +289,10 @@ def test_a_response_goes_on_from_its_reported_tokens(pool: TestPool) -> None:
     for attempt in range(20):  # until one is still being made when it is ended: the engine may be faster than reports
         requests = [GenerateRequest(f"parts{attempt}-{i}", [1, 60 + i], spec, seed=4 * attempt + i) for i in range(4)]
         responses = ResponsesSoFar(requests)
-        responses.add(replica.call("generate", responses.send(0), 0.02, timeout_s=60).parts)
+        responses.add(replica.call("generate", responses.send(0), 0.02, timeout_s=60)[0])
         while responses.unfinished and not responses.tokens:
-            responses.add(replica.call("report", responses.reported, 0.02, timeout_s=60).parts)
-        ended = replica.call("end", responses.reported, timeout_s=60).parts
+            responses.add(replica.call("report", responses.reported, 0.02, timeout_s=60)[0])
+        ended, _ = replica.call("end", responses.reported, timeout_s=60)
         if "abort" in {part.finish_reason for part in ended.values()}:
             break
     else:
@@ -303,9 +303,9 @@ def test_a_response_goes_on_from_its_reported_tokens(pool: TestPool) -> None:
     assert list(known) == stopped and sum(known.values()) == responses.tokens > 0
     responses.interrupt()
     replica.call("set_weight_version", "8", timeout_s=60)
-    last = replica.call("generate", responses.send(0), 60.0, timeout_s=60)
-    assert 0 < last.load.kv_usage < 1 and 1 <= last.load.running <= 4 and last.load.waiting == 0
-    responses.add(last.parts)
+    last, load = replica.call("generate", responses.send(0), 60.0, timeout_s=60)
+    assert 0 < load.kv_usage < 1 and 1 <= load.running <= 4 and load.waiting == 0
+    responses.add(last)
     for i, result in enumerate(responses.results()):
         tokens = len(result.response_ids)
         assert (result.response_ids[-1] == 2) == (result.finish_reason == "stop") and 2 not in result.response_ids[:-1]

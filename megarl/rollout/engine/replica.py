@@ -38,9 +38,9 @@ from megarl.rollout.engine.engine_load import EngineMonitor, ReplicaActivity, bu
 from megarl.rollout.engine.engine_requests import EngineRequests, WeightState
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.placement import HeldDevices, held_devices, starting_alone
-from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
+from megarl.rollout.engine.response_parts import EngineReport, ResponsePart, report_size
 from megarl.rollout.transport.link import Parcel
-from megarl.rollout.transport.rpc import AnsweredCalls, CallResult, RpcServer, SharedCall
+from megarl.rollout.transport.rpc import AnsweredCalls, Call, Reply, RpcServer
 from megarl.telemetry.trace import events
 from megarl.telemetry.trace.lines import replica_process
 
@@ -105,7 +105,7 @@ class EngineReplica:
         self._starting = asyncio.Lock()
         self._processes: set[ProcessId] = set()  # of the engine: workers may outlive the process that started them
         self._calls = AnsweredCalls()
-        self._calls_of_link = RpcServer(lambda method, args: getattr(self, method)(*args)).link
+        self._calls_of_link = RpcServer(lambda method, args: getattr(self, method)(*args), size_of=_size_of).link
         self._requests: EngineRequests
         self._failed: str | None = None
         self._weights = WeightState(reads_weights(self.config.rollout, self.config.model.path))
@@ -127,11 +127,11 @@ class EngineReplica:
         """Call a method once, however often a trainer resends the same `key` after a lost connection."""
         return await self._calls.answer(key, lambda: getattr(self, method)(*args, **kwargs))
 
-    async def give(self, number: int, calls: Sequence[SharedCall], link: str) -> None:
+    async def give(self, number: int, calls: Sequence[Call], link: str) -> None:
         """Start calls of methods of this replica, see `LinkServer.give`."""
         await self._calls_of_link.give(number, calls, link)
 
-    async def take(self, seen: int, wait_s: float, link: str) -> Parcel[CallResult]:
+    async def take(self, seen: int, wait_s: float, link: str) -> Parcel[Reply]:
         """Return the answers to such calls that have come, see `LinkServer.take`."""
         return await self._calls_of_link.take(seen, wait_s, link)
 
@@ -232,7 +232,7 @@ class EngineReplica:
             if engine.errored:
                 raise failure from error
             raise RequestFailed(f"replica {self.index} refused a request: {innermost(error)}") from error
-        return EngineReport(parts, self._monitor.take())
+        return parts, self._monitor.take()
 
     async def pause(self, clear_cache: bool = True) -> None:
         """Pause generation and keep the requests in flight. `clear_cache`: recompute their KV cache after `resume`.
@@ -457,3 +457,7 @@ class EngineReplica:
         logger.exception("replica %d %s", self.index, message)
         self._failed = f"replica {self.index} {message}"
         raise ReplicaFailed(self.index, self._failed)
+
+
+def _size_of(method: str, result: Any) -> int:  # noqa: ANN401  # of any method
+    return report_size(result) if method in ("generate", "report", "end") else 1

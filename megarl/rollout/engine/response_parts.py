@@ -6,8 +6,8 @@ what it makes is appended to them: no reported token is sampled twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from megarl.common.values import changed
 from megarl.queue.routes import Routes, joined
@@ -45,28 +45,17 @@ class ResponsePart:
         return changed(self, finish_reason=finish_reason, seconds=0.0, queue_s=0.0, prefill_s=0.0)
 
 
-@dataclass(frozen=True)
-class EngineReport:
-    """An engine's answer to a call about some requests: the tokens of each since the last report, by request id.
+# An engine's answer to a call about some requests: the tokens of each since the last report, by request id; and its
+# load since its last report on any requests.
+EngineReport: TypeAlias = tuple[dict[str, ResponsePart], EngineLoad]
 
-    `load`: of the engine, since its last report on any requests.
-    """
 
-    parts: Mapping[str, ResponsePart]
-    load: EngineLoad = field(default_factory=EngineLoad)
-
-    @property
-    def size(self) -> int:
-        """About how many numbers it has."""
-        return 1 + sum(
-            2 * len(part.response_ids) + (0 if part.routes is None else part.routes.experts_TLK.nbytes // 8)
-            for part in self.parts.values()
-        )
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of all requests."""
-        return sum(len(part.response_ids) for part in self.parts.values())
+def report_size(report: EngineReport) -> int:
+    """Return about how many numbers a report has."""
+    return 1 + sum(
+        2 * len(part.response_ids) + (0 if part.routes is None else part.routes.experts_TLK.nbytes // 8)
+        for part in report[0].values()
+    )
 
 
 def join_parts(first: ResponsePart, second: ResponsePart) -> ResponsePart:

@@ -185,7 +185,7 @@ class CallRunner:
                 deadline_s = math.inf if deadline is None else max(deadline.at - time.monotonic(), 0.0)
                 wait_s = min(interval_s, left_s, deadline_s)
                 report = await lease.client.call(*asked, wait_s, timeout_s=wait_s + self._timeouts.rpc_s)
-                progress = responses.progress(report.parts)
+                progress = responses.progress(report[0])
                 left -= self._add(context.prefix, lease, report, responses.add)
                 self._table.note_progress(lease, progress, time.monotonic(), self._timeouts.rpc_s)
                 if left and deadline is not None and time.monotonic() >= deadline.at:
@@ -204,9 +204,10 @@ class CallRunner:
         self, prefix: Hashable, lease: Lease, report: EngineReport, add: Callable[[Mapping[str, ResponsePart]], int]
     ) -> int:
         """Add the tokens of a report; return how many responses ended with them."""
-        lease.replica.work.note(report.tokens, time.monotonic())
-        ended = add(report.parts)
-        self._router.reported(prefix, lease, ended, report.load)
+        parts, load = report
+        lease.replica.work.note(sum(len(part.response_ids) for part in parts.values()), time.monotonic())
+        ended = add(parts)
+        self._router.reported(prefix, lease, ended, load)
         return ended
 
     async def _end(self, prefix: Hashable, lease: Lease, responses: ResponsesSoFar) -> int:

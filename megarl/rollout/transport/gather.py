@@ -10,7 +10,8 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from operator import attrgetter
+from typing import Generic, TypeVar
 
 from megarl.common.errors import RolloutError
 
@@ -38,16 +39,7 @@ class Turn(Generic[Asked, Answer]):
         return (await asyncio.shield(self.task))[position]  # the others wait on if this one is cancelled
 
 
-class Sized(Protocol):
-    """Anything that is sent."""
-
-    @property
-    def size(self) -> int:
-        """About how many numbers it has."""
-        ...
-
-
-Sent = TypeVar("Sent", bound=Sized)
+Sent = TypeVar("Sent")
 
 # Between two calls. Where thousands of loops are under way, the turn of
 # each of them takes seconds, and their messages would hardly ever meet within the shortest time.
@@ -65,12 +57,16 @@ def gathering_s(under_way: int) -> float:
 class Outbox(Generic[Sent]):
     """Keeps messages in their order until a call takes them."""
 
-    def __init__(self, under_way: Callable[[], int] = int, gather_s: float = GATHER_S) -> None:
+    def __init__(
+        self, under_way: Callable[[], int] = int, gather_s: float = GATHER_S,
+        size_of: Callable[[Sent], int] = attrgetter("size"),
+    ) -> None:  # fmt: skip
         """`under_way`: the number of those who wait for messages, by which the time between two calls grows.
 
-        `gather_s`: the shortest time between two calls, in which messages gather.
+        `gather_s`: the shortest time between two calls, in which messages gather. `size_of`: returns about how many
+        numbers a message has.
         """
-        self._under_way, self._gather_s = under_way, gather_s
+        self._under_way, self._gather_s, self._size_of = under_way, gather_s, size_of
         self._waiting: deque[Sent] = deque()
         self._size = 0  # of those that wait
         self._some, self._full = asyncio.Event(), asyncio.Event()
@@ -79,7 +75,7 @@ class Outbox(Generic[Sent]):
     def put(self, message: Sent) -> None:
         """Add a message."""
         self._waiting.append(message)
-        self._size += message.size
+        self._size += self._size_of(message)
         self._some.set()
         self._note_full()
 
@@ -103,7 +99,7 @@ class Outbox(Generic[Sent]):
         size = 0
         while self._waiting and len(first) < MOST_MESSAGES and (not first or size < MOST_SIZE):
             first.append(self._waiting.popleft())
-            size += first[-1].size
+            size += self._size_of(first[-1])
         self._size -= size
         if not self._waiting:
             self._some.clear()

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from megarl.common.errors import RolloutError
@@ -57,13 +58,15 @@ class LinkServer(Generic[Sent]):
         self, receive: Callable[[Sequence[Any]], Awaitable[None]], under_way: Callable[[], int],
         gather_s: float | None = None, waiting: Callable[[], str] = str,
         begun: Callable[[], object] = lambda: None, pack: Callable[[Sent], Any] = lambda message: message,
+        size_of: Callable[[Sent], int] = attrgetter("size"),
     ) -> None:  # fmt: skip
-        """`receive`: takes the messages of a call. `under_way`, `gather_s`: see `Outbox`. `waiting`: see `Parcel`.
+        """`receive`: takes the messages of a call. `under_way`, `gather_s`, `size_of`: see `Outbox`.
 
-        `begun`: called when a new link has begun. `pack`: returns what is sent of a message of the outbox when it goes.
+        `waiting`: see `Parcel`. `begun`: called when a new link has begun. `pack`: returns what is sent of a message of
+        the outbox when it goes.
         """
         self._receive, self._waiting, self._begun, self._pack = receive, waiting, begun, pack
-        self._new_outbox = partial(Outbox[Sent], under_way, GATHER_S if gather_s is None else gather_s)
+        self._new_outbox = partial(Outbox[Sent], under_way, GATHER_S if gather_s is None else gather_s, size_of)
         self._begin("")
 
     def _begin(self, link: str) -> None:
@@ -103,15 +106,16 @@ class LinkClient(Generic[Sent]):
         self, name: str, actor: Any, rpc_s: float, receive: Callable[[Sequence[Any]], Awaitable[None]],  # noqa: ANN401  # Ray does not know the methods of actors
         lost: Callable[[LinkLost], object], under_way: Callable[[], int], *, gather_s: float = GATHER_S,
         link: str = "", polls: Callable[[], bool] = lambda: True, who: str = "the controller",
+        size_of: Callable[[Sent], int] = attrgetter("size"),
     ) -> None:  # fmt: skip
         """`actor`: has the methods `give` and `take` of its `LinkServer`. `name`: of the actor, in messages.
 
-        `rpc_s`: how long an answer may be late. `lost` is called once, with what has happened. `under_way`, `gather_s`:
-        see `Outbox`. `link`: an id, for an actor that another process may have used. `polls`: whether the actor may
-        have something to say to what it was given. `who`: this side, in messages.
+        `rpc_s`: how long an answer may be late. `lost` is called once, with what has happened. `under_way`, `gather_s`,
+        `size_of`: see `Outbox`. `link`: an id, for an actor that another process may have used. `polls`: whether the
+        actor may have something to say to what it was given. `who`: this side, in messages.
         """
         self._name, self.actor, self._rpc_s, self._receive, self._lost = name, actor, rpc_s, receive, lost
-        self._outbox: Outbox[Sent] = Outbox(under_way, gather_s)
+        self._outbox: Outbox[Sent] = Outbox(under_way, gather_s, size_of)
         self._link = (link,) if link else ()
         self._given, self._is_known = 0, not link  # the actor knows a link by what it is given
         self._giving = asyncio.Lock()

@@ -6,9 +6,8 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megarl.common.errors import EngineMayRun, ReplicaFailed, RequestFailed, RolloutError
 from megarl.rollout.transport.gather import Outbox
@@ -47,52 +46,41 @@ class AnsweredCalls:
             del self._calls[key]
 
 
-@dataclass(frozen=True)
-class SharedCall:
-    """A call of a method of the replica. `size`: see `Outbox`."""
-
-    number: int
-    method: str
-    args: tuple[Any, ...]
-    size: int = 1
-
-
-@dataclass(frozen=True)
-class CallResult:
-    """The result of a call, or the error that it has raised. `size`: about how many numbers `result` has."""
-
-    number: int
-    result: Any
-    error: Exception | None
-    size: int = 1
+# The messages of such a link: a call's number, method and arguments; its number, result, error, and the result's size.
+Call: TypeAlias = tuple[int, str, tuple[Any, ...]]
+Reply: TypeAlias = tuple[int, Any, Exception | None, int]
 
 
 class RpcServer:
     """The replica's side: makes the calls of a link and sends their results."""
 
-    def __init__(self, call: Callable[[str, Sequence[Any]], Awaitable[Any]], gather_s: float | None = None) -> None:
-        """`call`: calls a method of the replica. `gather_s`: see `Outbox`."""
-        self._call = call
+    def __init__(
+        self, call: Callable[[str, Sequence[Any]], Awaitable[Any]], gather_s: float | None = None,
+        size_of: Callable[[str, Any], int] = lambda method, result: 1,
+    ) -> None:  # fmt: skip
+        """`call`: calls a method of the replica. `gather_s`: see `Outbox`. `size_of`: of what a method has returned."""
+        self._call, self._size_of = call, size_of
         self._tasks: set[asyncio.Future[Any]] = set()
-        self.link: LinkServer[CallResult] = LinkServer(self._begin, lambda: len(self._tasks), gather_s)
+        self.link: LinkServer[Reply] = LinkServer(
+            self._begin, lambda: len(self._tasks), gather_s, size_of=lambda reply: reply[3]
+        )
 
-    async def _begin(self, calls: Sequence[SharedCall]) -> None:
+    async def _begin(self, calls: Sequence[Call]) -> None:
         """Start calls in their order."""
-        for each in calls:
-            task = asyncio.ensure_future(self._call(each.method, each.args))
+        for number, method, args in calls:
+            task = asyncio.ensure_future(self._call(method, args))
             self._tasks.add(task)
-            task.add_done_callback(partial(self._ended, self.link.outbox, each.number))
+            task.add_done_callback(partial(self._ended, self.link.outbox, number, method))
 
-    def _ended(self, outbox: Outbox[CallResult], number: int, task: asyncio.Future[Any]) -> None:
+    def _ended(self, outbox: Outbox[Reply], number: int, method: str, task: asyncio.Future[Any]) -> None:
         """Send the result to the link that has asked for it, by whose outbox it is known."""
         self._tasks.discard(task)
         if task.cancelled():
-            answer = CallResult(number, None, RolloutError("the call was cancelled in the replica"))
+            outbox.put((number, None, RolloutError("the call was cancelled in the replica"), 1))
         elif (error := task.exception()) is not None:
-            answer = CallResult(number, None, _sendable(error))
+            outbox.put((number, None, _sendable(error), 1))
         else:
-            answer = CallResult(number, task.result(), None, getattr(task.result(), "size", 1))
-        outbox.put(answer)
+            outbox.put((number, task.result(), None, self._size_of(method, task.result())))
 
 
 def _sendable(error: BaseException) -> Exception:
@@ -108,7 +96,7 @@ class RpcClient:
         self._name, self._replica, self._rpc_s = name, replica, rpc_s
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[Any]] = {}
-        self._link: LinkClient[SharedCall] | None = None
+        self._link: LinkClient[Call] | None = None
 
     async def call(self, method: str, *args: object) -> Any:  # noqa: ANN401  # of any method
         """Return what the method returns. Raises what it raised, and LinkLost if the replica has died or is silent."""
@@ -117,10 +105,10 @@ class RpcClient:
         if self._link is None:
             self._link = LinkClient(
                 self._name, self._replica, self._rpc_s, self._settle, self._lose, lambda: len(self._open),
-                gather_s=0.0, link=uuid.uuid4().hex, polls=lambda: bool(self._open),
+                gather_s=0.0, link=uuid.uuid4().hex, polls=lambda: bool(self._open), size_of=lambda call: 1,
             )  # fmt: skip
             self._link.open()
-        self._link.send(SharedCall(number, method, args))
+        self._link.send((number, method, args))
         try:
             return await future
         finally:
@@ -132,15 +120,15 @@ class RpcClient:
             self._link.close()
             self._link = None
 
-    async def _settle(self, answers: Sequence[CallResult]) -> None:
-        for answer in answers:
-            future = self._open.get(answer.number)
+    async def _settle(self, replies: Sequence[Reply]) -> None:
+        for number, result, error, _ in replies:
+            future = self._open.get(number)
             if future is None or future.done():  # it is no longer awaited
                 continue
-            if answer.error is not None:
-                future.set_exception(answer.error)
+            if error is not None:
+                future.set_exception(error)
             else:
-                future.set_result(answer.result)
+                future.set_result(result)
 
     def _lose(self, error: LinkLost) -> None:
         """Raise the loss to all that wait; the next call tries another link."""

@@ -12,6 +12,7 @@ import pytest
 from megarl.common.errors import BatchNotReady
 from megarl.queue.trajectory import FinishReason, Trajectory, VersionSpan
 from megarl.rollout.engine.continuation import GroupDeadline
+from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from tests.support.engines.fake_replicas import Method, SharesCalls, fleet_of
@@ -61,14 +62,14 @@ class OneStraggles(SharesCalls):
 
     async def _generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
         straggles = requests[0].request_id.split("-")[1] == "0"
-        return EngineReport({request.request_id: self._part(None if straggles else "stop") for request in requests})
+        return {request.request_id: self._part(None if straggles else "stop") for request in requests}, EngineLoad()
 
     async def _report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
         await asyncio.sleep(wait_s)
-        return EngineReport(dict.fromkeys(reported, self._part(None)))
+        return dict.fromkeys(reported, self._part(None)), EngineLoad()
 
     async def _end(self, reported: dict[str, int]) -> EngineReport:
-        return EngineReport(dict.fromkeys(reported, self._part("abort")))
+        return dict.fromkeys(reported, self._part("abort")), EngineLoad()
 
 
 def train_with_a_straggler(directory: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:

@@ -130,7 +130,7 @@ async def test_an_engine_without_weights_refuses_to_generate_until_a_sync_is_com
         await replica.generate([REQUEST], 60.0)
     await replica.finish_weight_update("6")
     report = await replica.generate([REQUEST], 60.0)
-    assert report.parts["r"].versions == (VersionSpan(6, 0, 1, replica=3),)
+    assert report[0]["r"].versions == (VersionSpan(6, 0, 1, replica=3),)
 
 
 async def test_an_engine_that_slept_wakes_to_serve_only_after_all_weights_were_loaded(
@@ -164,7 +164,7 @@ async def test_an_engine_that_slept_wakes_to_serve_only_after_all_weights_were_l
     assert calls == [
         ("sleep", 2, "keep"), "pause", ("wake", "weights"), "start", {"sync": 1}, ("finish", "6"), ("wake", "kv_cache"),
     ]  # fmt: skip
-    assert (await replica.generate([REQUEST], 60.0)).parts["r"].response_ids == [7]
+    assert (await replica.generate([REQUEST], 60.0))[0]["r"].response_ids == [7]
 
 
 async def test_an_engine_that_has_not_fallen_asleep_is_asked_again_and_not_woken(
@@ -244,7 +244,7 @@ async def test_an_engine_that_has_read_the_weights_serves_at_once(
 ) -> None:
     replica = await started(tmp_path, monkeypatch, load_weights=True)
     report = await replica.generate([REQUEST], 60.0)
-    assert report.parts["r"].response_ids == [7]
+    assert report[0]["r"].response_ids == [7]
 
 
 @pytest.mark.parametrize(("interval_s", "hold_s"), [(0.1, 0.05), (5.0, 0.2)])

@@ -52,7 +52,7 @@ async def test_a_cancellation_counts_although_the_wait_ends_in_the_same_moment(w
     await asyncio.sleep(0.02)
     assert not task.done()
     if wait == "for a report":
-        answer.set_result(EngineReport({"x": ResponsePart()}))
+        answer.set_result(({"x": ResponsePart()}, EngineLoad()))
     elif wait == "for room":
         fleet._router.release("busy", busy, 9)
     else:
@@ -232,12 +232,12 @@ class Crowded(SharesCalls):
         self.order += [request.request_id for request in requests]
         self.now += len(requests)
         await asyncio.sleep(0.001)
-        return EngineReport({request.request_id: ResponsePart() for request in requests}, self.load())
+        return {request.request_id: ResponsePart() for request in requests}, self.load()
 
     async def _report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
         await asyncio.sleep(0.001)
         part = ResponsePart([self.index], [-0.5], (VersionSpan(3, 0, 1),), "stop")
-        report = EngineReport(dict.fromkeys(reported, part), self.load())
+        report = (dict.fromkeys(reported, part), self.load())
         self.now -= len(reported)
         return report
 
@@ -283,7 +283,7 @@ async def test_a_request_that_finds_no_room_is_told_so_after_the_bound_or_cut_at
     class Stuck(Crowded):
         async def _report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
             await asyncio.sleep(wait_s)
-            return EngineReport({name: ResponsePart() for name in reported}, self.load())
+            return {name: ResponsePart() for name in reported}, self.load()
 
     fleet = fleet_of({0: Stuck(0, capacity=1), 1: Stuck(1, capacity=1)}, generate_s=0.2, interval_s=0.02)
     held = [asyncio.create_task(fleet.generate(RequestContext(group), requests(group))) for group in range(2)]

@@ -14,6 +14,7 @@ from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.agents.trajectory_builder import defect
 from megarl.rollout.engine.continuation import MOST_ATTEMPTS, GroupDeadline, RequestContext
+from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.fleet import engine_pool as fleet_module
@@ -335,7 +336,7 @@ async def test_a_lost_replica_that_is_sound_serves_again_after_the_next_sync() -
     async def report(reported: dict[str, int], wait_s: float) -> EngineReport:
         late.reported.append(reported)
         if len(late.reported) <= late.rounds:
-            return EngineReport(dict.fromkeys(reported, ResponsePart([0], [-0.5], (VersionSpan(3, 0, 1),))))
+            return dict.fromkeys(reported, ResponsePart([0], [-0.5], (VersionSpan(3, 0, 1),))), EngineLoad()
         await stuck.wait()
         raise RequestFailed("replica 0 does not know the requests that it has dropped")
 
@@ -431,7 +432,7 @@ class Paced(SharesCalls):
             end: Any = "length" if self.made[name] >= self.limits[name] else None
             seconds = self.made[name] * self.token_s
             parts[name] = ResponsePart([self.index], [-0.5], (VersionSpan(3, 0, 1),), end, seconds)
-        return EngineReport(parts)
+        return parts, EngineLoad()
 
 
 async def test_an_engine_that_is_far_slower_than_the_others_is_drained_and_not_used_again() -> None:

@@ -12,7 +12,7 @@ from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
 from megarl.rollout.transport import gather
 from megarl.rollout.transport import link as transport
 from megarl.rollout.transport.link import LinkLost, Parcel
-from megarl.rollout.transport.rpc import CallResult, RpcClient, RpcServer, SharedCall
+from megarl.rollout.transport.rpc import Call, Reply, RpcClient, RpcServer
 from tests.support.engines.fake_replicas import Method
 
 
@@ -37,14 +37,14 @@ class Actor:
         self.link = RpcServer(self._call, gather_s=0.0).link
         self.give, self.take = Method(self._give), Method(self._take)
 
-    async def _give(self, number: int, calls: Sequence[SharedCall], link: str) -> None:
+    async def _give(self, number: int, calls: Sequence[Call], link: str) -> None:
         self._check()
         await asyncio.sleep(self.slow_s)
         self.ray_calls.append("give")
         await self.link.give(number, calls, link)
         self._lose()
 
-    async def _take(self, seen: int, wait_s: float, link: str) -> Parcel[CallResult]:
+    async def _take(self, seen: int, wait_s: float, link: str) -> Parcel[Reply]:
         self._check()
         self.ray_calls.append("take")
         answers = await self.link.take(seen, wait_s, link)

@@ -9,11 +9,12 @@ from typing import Any
 from megarl.common.errors import ReplicaFailed
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import FinishReason, VersionSpan
+from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.transport.link import LinkServer
-from megarl.rollout.transport.rpc import CallResult, RpcServer
+from megarl.rollout.transport.rpc import Reply, RpcServer
 
 SPEC = SamplingSpec(4, 1.0, (2,))
 
@@ -29,7 +30,7 @@ class Method:
 class SharesCalls:
     """Takes calls as an engine's actor does, and makes them of its own methods."""
 
-    _link: LinkServer[CallResult] | None = None
+    _link: LinkServer[Reply] | None = None
 
     @property
     def give(self) -> Method:
@@ -72,7 +73,7 @@ class FakeReplica(SharesCalls):
         self.served.append([request.request_id for request in requests])
         spans = (VersionSpan(3, 0, 1),)
         part = ResponsePart([self.index], [-0.5], spans, "stop", 0.25)
-        return EngineReport({request.request_id: part for request in requests})
+        return {request.request_id: part for request in requests}, EngineLoad()
 
 
 def requests(group: int, n: int = 2) -> list[GenerateRequest]:
@@ -141,14 +142,14 @@ class ScriptedReplica(SharesCalls):
         spans = (VersionSpan(self.version, 0, 1),)
         logprob = -0.1 * len(self.reported)
         part = ResponsePart([self.index], [logprob], spans, finish_reason, seconds=len(self.reported))
-        return EngineReport(dict.fromkeys(reported, part))
+        return dict.fromkeys(reported, part), EngineLoad()
 
     async def _end(self, reported: dict[str, int]) -> EngineReport:
         self.ended.append(reported)
         if self.refusal is not None:
             raise self.refusal
         part = ResponsePart([7, 7], [-0.5, -0.5], (VersionSpan(self.version, 0, 2),), "abort")
-        return EngineReport(dict.fromkeys(reported, part))
+        return dict.fromkeys(reported, part), EngineLoad()
 
 
 class HoldingReplica(SharesCalls):
@@ -175,4 +176,4 @@ class HoldingReplica(SharesCalls):
         for name, known in reported.items():
             new = sent - known
             parts[name] = ResponsePart([7] * new, [-0.1] * new, (VersionSpan(3, 0, new),) if new else ())
-        return EngineReport(parts)
+        return parts, EngineLoad()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megarl.common.errors import ReplicaFailed
 from megarl.queue.trajectory import VersionSpan
+from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from tests.support.engines.fake_replicas import Method, SharesCalls
@@ -42,7 +43,7 @@ class VersionedEngine(SharesCalls):
             self.left[name] -= 1
             ended = None if self.left[name] else "length"
             parts[name] = ResponsePart([self.index], [-0.5], (VersionSpan(self.version, 0, 1),), ended)  # type: ignore[arg-type]
-        return EngineReport(parts)
+        return parts, EngineLoad()
 
     async def _refuse(self, *_: object) -> None:
         raise ReplicaFailed(self.index, f"replica {self.index} is dead")

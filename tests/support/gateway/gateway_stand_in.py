@@ -98,7 +98,7 @@ class SpeakingReplica(SharesCalls):
         tasks = [self._open[name].task for name in reported]
         await asyncio.wait(tasks, timeout=wait_s)
         self._check()
-        return EngineReport({name: self._part(name, known) for name, known in reported.items()}, EngineLoad())
+        return {name: self._part(name, known) for name, known in reported.items()}, EngineLoad()
 
     async def _end(self, reported: dict[str, int]) -> EngineReport:
         self._check()
@@ -106,7 +106,7 @@ class SpeakingReplica(SharesCalls):
         parts = {name: self._part(name, known, "abort") for name, known in reported.items() if name in self._open}
         for name in parts:
             self._forget(name)
-        return EngineReport(parts, EngineLoad())
+        return parts, EngineLoad()
 
     async def _reset(self) -> None:
         self._check()

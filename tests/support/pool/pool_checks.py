@@ -43,9 +43,9 @@ def process_of(replica: Any) -> ProcessId:
 
 def generate(replica: Any, requests: Sequence[GenerateRequest]) -> list[ResponsePart]:
     """The whole responses of a replica to requests, in their order."""
-    report = replica.call("generate", list(requests), 60.0, timeout_s=60)
-    assert all(part.finish_reason is not None for part in report.parts.values())
-    return [report.parts[request.request_id] for request in requests]
+    parts, _ = replica.call("generate", list(requests), 60.0, timeout_s=60)
+    assert all(part.finish_reason is not None for part in parts.values())
+    return [parts[request.request_id] for request in requests]
 
 
 @functools.cache
