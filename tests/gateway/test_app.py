@@ -385,7 +385,7 @@ def test_no_room_for_a_session(gateways: Gateways) -> None:
     gateway = gateways(echo, most_sessions=1)
     generate(gateway, [5, 6, 7], "one")
     answer = post(gateway, "/inference/v1/generate", {"token_ids": [5]}, **{"X-Session-ID": "two"})
-    assert answer.status_code == 429 and "gateway.max_sessions" in answer.json()["error"]["message"]
+    assert answer.status_code == 429 and "there are 1 sessions" in answer.json()["error"]["message"]
     generate(gateway, [5, 6, 7], "one")
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megarl.config.derived.pools import trainer_layout
+from megarl.config.memory_plan import parameters
 from megarl.config.memory_plan.memory import forward_bytes
 from megarl.config.memory_plan.parameters import TrainerRank
 from megarl.models.hf.read_config import load_info
@@ -118,11 +119,11 @@ VOCABULARY, HIDDEN, ROWS, CHUNK = 8192, 64, 256, 64
 def test_one_chunk_of_logits(tmp_path: Path, precision: str, entropy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This is the head's largest memory, forward alone and with backward; the vocabulary outweighs all else here."""
     monkeypatch.setattr("megarl.trainer.logprobs.CACHED", CHUNK * VOCABULARY)  # a chunk at a time, as on a GPU
+    monkeypatch.setattr(parameters, "LOGPROB_CHUNK_ROWS", CHUNK)
     model = make_tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCABULARY, hidden_size=HIDDEN)
     planned = config(
         model,
         trainer__precision=precision,
-        trainer__logprob_chunk_tokens=CHUNK,
         algorithm__entropy_coef=0.1 if entropy == "weighed" else 0.0,
     )
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -160,7 +161,6 @@ def test_the_forward_pass_of_one_layer(
     changes: dict[str, Any] = {
         "trainer__precision": precision,
         "trainer__micro_batch_tokens": memory.TOKENS,
-        "trainer__logprob_chunk_tokens": 1,
         "sampling__max_tokens": 180,
     }
     [measured] = world(1).run("tests.support.ranks.training.memory:forward_peak", tree=tree(model, **changes))

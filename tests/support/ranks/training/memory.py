@@ -37,7 +37,7 @@ def forward_peak(tree: dict[str, Any]) -> int:
     """Build the policy of a config, and return the most bytes that live at one time in a log-prob pass."""
     config = config_from_tree(tree)
     layout = trainer_layout(config.trainer.parallel, config.trainer.gpus)
-    with built_policy(config, layout) as policy:
+    with built_policy(config, layout, chunk=1) as policy:
         samples = [_sample(i, length) for i, length in enumerate(LENGTHS)]
         with LiveBytes() as live:
             policy.compute_logprobs(samples)

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megarl.algorithms.objective.objective import LossFunction
 from megarl.algorithms.objective.terms import WEIGHT_STREAMS, GlobalCounts
-from megarl.config.schema import Config
+from megarl.config.schema import LOGPROB_CHUNK_ROWS, Config
 from megarl.models.hf.export import HFExporter
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron import delta_net
@@ -33,9 +33,11 @@ from tests.support.ranks.models.layouts import make_layout, use_layout
 
 
 @contextlib.contextmanager
-def built_policy(config: Config, layout: Layout, seed: int = 1, loss: LossFunction | None = None) -> Iterator[Policy]:
+def built_policy(
+    config: Config, layout: Layout, seed: int = 1, loss: LossFunction | None = None, chunk: int = LOGPROB_CHUNK_ROWS
+) -> Iterator[Policy]:
     """The policy of a config in a fresh layout; torn down again, so that the next one finds nothing of it."""
-    with use_layout(layout, seed), mock.patch.object(policy_module, "LOGPROB_CHUNK_ROWS", 7):
+    with use_layout(layout, seed), mock.patch.object(policy_module, "LOGPROB_CHUNK_ROWS", chunk):
         policy = Policy(config, layout, load_info(config.model.path), loss)
         try:
             yield policy
@@ -58,7 +60,7 @@ def policy_under(
     model_dir: Path, layout: dict[str, Any], loss: LossFunction | None = None, **changes: Any
 ) -> contextlib.AbstractContextManager[Policy]:
     """The policy of a tiny model in a layout of all ranks; `changes` to its config have `__` for the dots."""
-    return built_policy(make_config(model_dir, **changes), make_layout(**layout), loss=loss)
+    return built_policy(make_config(model_dir, **changes), make_layout(**layout), loss=loss, chunk=7)
 
 
 def own_share(samples: list[TrainSample]) -> tuple[list[int], list[TrainSample]]:
