@@ -123,6 +123,7 @@ _NUMBER = (
     r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|[1-9]\d{0,2}(?: \d{3})+(?!\d|-?[a-zA-Z])(?:\.\d+)?"
     r"|\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+)"
 )
+_COUNTS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
 _ORDINAL = r"\d{1,2}(?:st|nd|rd|th)?"
 # What says more than the number in it.
@@ -223,6 +224,8 @@ def clean(text: str) -> str:
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
     text = _undressed(text)
+    word = re.sub(r"^\\(?:text|mathrm)\s*\{([^{}]*)\}$", r"\1", text).strip().lower()
+    text = str(_COUNTS.index(word)) if word in _COUNTS else text
     text = re.sub(
         r"\^\s*(?:\{\s*\^?\s*(?:\\(?:circ|degree)|o)\s*\}|\\(?:circ|degree)(?![a-zA-Z])|o(?![a-zA-Z]))|\\degree(?![a-zA-Z])",
         r"^\\circ",

@@ -402,6 +402,10 @@ def test_integers_that_are_written_in_another_way_are_left_to_math_verify() -> N
         (r"\boxed{5}", "5 km", 1.0),
         (r"\boxed{\text{Yes}}", "yes", 1.0),
         (r"\boxed{\text{Yes}}", "no", 0.0),
+        (r"\boxed{\text{Five}}", "5", 1.0),  # small numbers in words
+        (r"\boxed{12}", "twelve", 1.0),
+        (r"\boxed{\text{five}}", "6", 0.0),
+        (r"\boxed{\text{fives}}", "5", 0.0),
         (r"\boxed{\textbf{(C) }12}", "C", 1.0),  # a letter with what it stands for
         (r"\boxed{\text{(C) } 12}", "(C)", 1.0),
         (r"\boxed{\textbf{(B) }12}", "C", 0.0),
