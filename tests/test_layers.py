@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ from tests.support.checkout import ROOT
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
     """import-linter on the tree below `root`, by its own pyproject.toml."""
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-logo", "--no-cache"]
-    environment = {"PYTHONPATH": str(root), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}"}
+    environment = {"PYTHONPATH": str(root), "PATH": str(Path(sys.executable).parent)}
     return subprocess.run(command, cwd=root, env=environment, text=True, capture_output=True, timeout=300, check=False)
 
 
