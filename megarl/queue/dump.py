@@ -210,7 +210,9 @@ def _to_table(step: int, version: int, trajectories: Sequence[Trajectory]) -> pa
                 {"name": name, "value": value} for name, value in trajectory.reward_components.items()
             ],
             "images": [vars(image) for image in trajectory.images],
-            "routes": (routes := trajectory.routes) and {"form": routes.form, "content": routes.tobytes()},
+            "routes": None
+            if (routes := trajectory.routes) is None
+            else {"form": routes.form, "content": routes.tobytes()},
             **{
                 stream_column(stream): stream_row(stream, trajectory)
                 for stream in STREAMS.from_rollout
@@ -239,10 +241,6 @@ def _read_part(path: Path, step: int) -> tuple[int, list[Trajectory]]:
     if metadata["megarl.step"] != str(step):
         raise DumpError(f"{path}: holds step {metadata['megarl.step']}, its name says {step}")
     return int(metadata["megarl.version"]), [_from_row(row) for row in table.to_pylist()]
-
-
-def _written(routes: Routes) -> dict[str, Any]:
-    return {"form": routes.form, "content": routes.tobytes()}
 
 
 def _from_row(row: dict[str, Any]) -> Trajectory:
