@@ -159,7 +159,7 @@ def _allocate(adam: torch.optim.Optimizer) -> None:
 def _cut(sharded: Sharded, prefix: str, flat: torch.Tensor, held: OwnedRange, distributed: bool) -> list[ShardedTensor]:
     """Return shards of `flat`, a range of the flattened local tensor that `sharded` places in global tensors."""
     found, before, taken = [], 0, 0
-    for whole in _placed(sharded):
+    for whole in sharded.build() if isinstance(sharded, ShardedTensorFactory) else [sharded]:
         size = math.prod(whole.local_shape)
         inside = max(held.start - before, 0), min(held.end - before, size)
         for box in rectangles(tuple(whole.local_shape), *inside):
@@ -183,7 +183,3 @@ def _cut(sharded: Sharded, prefix: str, flat: torch.Tensor, held: OwnedRange, di
     if taken != flat.numel():
         raise ValueError(f"{prefix}: only {taken} of {flat.numel()} elements have a place in the global tensors")
     return found
-
-
-def _placed(sharded: Sharded) -> list[ShardedTensor]:
-    return list(sharded.build()) if isinstance(sharded, ShardedTensorFactory) else [sharded]

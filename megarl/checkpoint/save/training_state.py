@@ -118,11 +118,8 @@ def layout_record(layout: Layout) -> dict[str, Any]:
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the parts of a chained optimizer: Megatron has one for dense and one for expert parameters."""
-    return [inner for inner in getattr(optimizer, "chained_optimizers", [optimizer]) if not _is_stub(inner)]
-
-
-def _is_stub(optimizer: MegatronOptimizer) -> bool:
-    return bool(getattr(optimizer, "is_stub_optimizer", False))
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [inner for inner in parts if not getattr(inner, "is_stub_optimizer", False)]
 
 
 def _steps(inner: MegatronOptimizer) -> set[float]:
