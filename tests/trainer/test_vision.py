@@ -1,4 +1,4 @@
-"""Models that see under every layout against transformers, in fp32: log-probs, gradients of language and tower."""
+"""Vision-language models in every layout against transformers, in fp32: log-probs, gradients of language and tower."""
 
 from __future__ import annotations
 

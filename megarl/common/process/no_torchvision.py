@@ -1,4 +1,4 @@
-"""Lets vLLM run models that see where torchvision is absent, as on a CPU: PyPI's wheel of it needs CUDA.
+"""Let vLLM run vision-language models without torchvision, as on a CPU: PyPI's torchvision wheel needs CUDA.
 
 transformers then takes Pillow's image processor, and two things are missing, each of which one function replaces.
 They hold for vLLM 0.32 and transformers 5.19. Every process of an engine needs them, also the one in which vLLM looks

@@ -1,4 +1,4 @@
-"""Tiny models that see, with tokenizer, chat template and image processor; and drawn pictures for them.
+"""Tiny vision-language models with tokenizer, chat template and image processor; and drawn pictures for them.
 
 `make_tiny_vision(dir, family="qwen2_5_vl")` writes a Hugging Face directory that transformers, vLLM and megarl load.
 Weights have std 0.1, because at 0.02 mistakes of positions hardly move the log-probs.
@@ -27,7 +27,7 @@ PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor
 
 
 def vision_tokenizer() -> Any:
-    """A tokenizer of bytes, without merges, and with the special tokens of models that see."""
+    """A tokenizer of bytes, without merges, and with the special tokens of vision-language models."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
