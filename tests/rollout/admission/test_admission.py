@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from megarl.config.derived.staleness import Pace
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.groups_in_flight import GroupsInFlight, ReadyGroups, ReusableGroups
-from megarl.rollout.orchestrator.prompt_groups import usable_samples
 from tests.support.machines.admission_machine import AdmissionMachine
 from tests.support.machines.admission_states import explore, steps_without_room
 from tests.support.machines.admission_timeline import run_timeline
@@ -476,23 +475,6 @@ def test_the_trainer_does_not_wait_for_generation_as_long_as_groups_can_be_used_
     assert ran.reused == 0 if max_uses == 1 else (ran.reused > 100) is (seconds > 2)
 
 
-def test_nothing_is_admitted_before_the_first_version_nor_ahead_of_it() -> None:
-    admission = Admission(3, SYNC)
-    assert admission.admit() == []
-    admission.set_version(0)
-    assert admission.admit() == [0, 1, 2] and admission.admit() == []
-    admission.set_version(0)
-    assert admission.admit() == []
-
-
-def test_the_next_group_is_the_first_that_was_never_started() -> None:
-    machine = Admission(2, Pace())
-    machine.set_version(0)
-    assert machine.next_group == 0 and machine.admit() == [0, 1] and machine.next_group == 2
-    machine.load_state_dict(machine.state_dict())
-    assert machine.next_group == 2 and machine.unsettled == [0, 1]  # these are started again
-
-
 @given(
     groups=st.integers(1, 3), steps=st.integers(1, 9), ahead=st.integers(0, 6), refill=st.integers(0, 4), data=st.data()
 )
@@ -592,11 +574,6 @@ def test_misuse_is_refused() -> None:
         admission.batch(1)
     with pytest.raises(ValueError, match="went back"):
         admission.set_version(-1)
-
-
-@given(st.lists(st.sampled_from(["ok", "failed"]), max_size=8))
-def test_a_group_needs_two_usable_samples(statuses: list[str]) -> None:
-    assert usable_samples(statuses) == (statuses.count("ok") >= 2)
 
 
 def test_versions_that_start_nothing_leave_nothing_behind() -> None:

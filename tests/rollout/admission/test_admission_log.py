@@ -93,15 +93,6 @@ def test_other_uses_than_those_of_the_schedule_are_found(index: int, change: Eve
         replay_schedule(events)
 
 
-def test_groups_that_are_used_again_after_a_resume_are_recorded() -> None:
-    events: list[Event] = []
-    admission = Admission(2, Pace(1, 1, 1), record=events.append)
-    admission.load_state_dict(admission.state_dict())
-    admission.set_version(3)
-    assert admission.keep({4: {2, 3}, 0: {3}}) == [4, 0]
-    assert events[-1] == {"event": "keep", "kept": [[4, [2, 3]], [0, [3]]], "started": [4, 0]}
-
-
 def test_a_file_that_a_killed_process_has_left_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     file = ScheduleFile(path)

@@ -207,25 +207,6 @@ def test_a_recorded_batch_is_compared_with_the_schedule() -> None:
         replace(scheduled, reused=[3]).check(batch)
 
 
-@pytest.mark.parametrize(
-    ("group", "stale"),
-    [
-        ([row(1, 3), row(1, 5, sample=1)], True),
-        ([row(1, 3), row(1, 5, "failed", sample=1)], False),
-        ([row(1, 3), row(1, 3, part=1)], False),  # one sample
-        ([row(1, 3), row(1, 5, "failed", part=1), row(1, 5, sample=1), row(1, 5, sample=2)], False),
-        ([row(1, 5), row(1, 3, part=1), row(1, 5, sample=1)], True),
-    ],
-)
-def test_a_group_with_too_few_usable_samples_has_failed_however_old_its_tokens_are(
-    group: list[Trajectory], stale: bool
-) -> None:
-    batch, pace = DumpedBatch(5, 5, group), Pace(1, 1, 1)
-    ScheduledBatch(5, [1], [], [], pace, dropped_stale=int(stale)).check(batch)
-    with pytest.raises(ScheduleMismatch, match=r"step 5: . groups were dropped as stale, but ."):
-        ScheduledBatch(5, [1], [], [], pace, dropped_stale=int(not stale)).check(batch)
-
-
 SAMPLE = st.lists(
     st.tuples(st.integers(2, 5), st.sampled_from(["ok", "ok", "failed"])), min_size=1, max_size=2
 )  # version and status by part

@@ -22,7 +22,6 @@ from tests.support.agents.frozen_agents import (
     Stop,
     Stopped,
     interrupted_books,
-    killed_at,
     outcome,
     stops_at_freezes,
     undisturbed,
@@ -86,17 +85,12 @@ def test_every_waiting_state_is_among_those_points() -> None:
 
 def continued(paths: list[Path]) -> list[dict[str, Any]]:
     """The outcomes of another process that goes on from each record."""
-    return [json.loads(line) for line in other_process("go-on", *paths).splitlines()[-len(paths) :]]
-
-
-def other_process(*arguments: str | Path) -> str:
-    """The output of `tests.support.agents.frozen_agents`."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.agents.frozen_agents", *map(str, arguments)],
+        [sys.executable, "-m", "tests.support.agents.frozen_agents", *map(str, paths)],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(paths) :]]
 
 
 # Freezes of the first sample. Three rounds of calls; in the first are two calls, in the third one that cannot be read.
@@ -115,17 +109,3 @@ def test_another_process_goes_on_from_each_state_and_at_ten_random_points(tmp_pa
         path.write_bytes(stop.record)
     for stop, second in zip(stops, continued(paths), strict=True):
         check(stop, second, stop.record)
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_in_each_state_is_continued_by_another_from_its_journal(tmp_path: Path) -> None:
-    """SIGKILL; the journal on the disk is older than the state in which the process dies."""
-    other_process("kill", tmp_path)
-    names = sorted(path.with_suffix("") for path in tmp_path.glob("*.calls"))
-    stops = [killed_at(name) for name in names]
-    assert set(FREEZES) - {stop.phase for stop in stops} <= {"generating"}  # before the first call nothing is written
-    paths = [name.with_suffix(".record") for name in names]
-    for path, stop in zip(paths, stops, strict=True):
-        path.write_bytes(stop.written)
-    for stop, second in zip(stops, continued(paths), strict=True):
-        check(stop, second, stop.written)

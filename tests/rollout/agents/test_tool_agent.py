@@ -11,7 +11,7 @@ import pytest
 from megarl.chat.xml_calls import XmlFormat
 from megarl.config.schema import Config
 from megarl.queue.trajectory import Trajectory
-from megarl.rewards.types import RewardInput, RewardResult, Turn
+from megarl.rewards.types import RewardInput, RewardResult
 from megarl.rollout.agents.tool_agent import ToolAgent
 from tests.support.agents.scripted_agents import (
     END,
@@ -232,13 +232,6 @@ def test_a_turn_that_is_cut_calls_nothing(config: Config) -> None:
     tool = Counter()
     rows, _, _ = run(config, TURNS, tool, max_tokens=len(ids_of(TURNS[0])) - 2)
     assert not tool.calls and all(row.finish_reason == "length" and row.status == "ok" for row in rows)
-
-
-def test_turns_can_be_pickled_for_the_reward_processes() -> None:
-    import pickle
-
-    turn = Turn("tool", "4", 3, error=True)
-    assert pickle.loads(pickle.dumps(turn)) == turn
 
 
 STRANGE = [

@@ -233,20 +233,6 @@ async def test_a_replica_ends_when_all_processes_of_its_engine_have(
         await replica.shutdown()
 
 
-async def test_an_engine_on_shared_gpus_starts_asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replica: Any = await started(tmp_path, monkeypatch, load_weights=False, share_gpus=True)
-    assert replica._engine.calls == [("sleep", 2, "keep")]
-    assert replica._weights.asleep == {"weights", "kv_cache"}
-
-
-async def test_an_engine_that_has_read_the_weights_serves_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replica = await started(tmp_path, monkeypatch, load_weights=True)
-    report = await replica.generate([REQUEST], 60.0)
-    assert report[0]["r"].response_ids == [7]
-
-
 @pytest.mark.parametrize(("interval_s", "hold_s"), [(0.1, 0.05), (5.0, 0.2)])
 def test_an_engine_holds_no_tokens_for_longer_than_reports_allow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval_s: float, hold_s: float

@@ -100,15 +100,6 @@ async def test_running_responses_end_with_their_version_and_others_begin_with_th
     assert versions_of(await early) == [{0}, {0}] and versions_of(await late) == [{1}]
 
 
-async def test_with_partial_rollouts_the_same_response_has_two_versions() -> None:
-    pool = Pool(1)
-    response = pool.call("early", 4)
-    await pool.turns(1)
-    await pool.set_weights()
-    await pool.turns(3)
-    assert versions_of(await response) == [{0, 1}]
-
-
 @pytest.mark.parametrize("begun", [True, False])
 async def test_a_response_of_a_lost_replica_ends_elsewhere_only_if_it_has_begun(begun: bool) -> None:
     pool = Pool(2)

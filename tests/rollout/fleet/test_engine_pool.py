@@ -62,35 +62,11 @@ async def test_a_cancellation_counts_although_the_wait_ends_in_the_same_moment(w
     assert task.cancelled()
 
 
-async def test_the_last_replicas_failure_is_raised_and_names_it() -> None:
-    pool_of_one = {3: FakeReplica(3, ReplicaFailed(3, "replica 3: out of memory"))}
-    with pytest.raises(ReplicaFailed, match="replica 3: out of memory") as caught:
-        await fleet_of(pool_of_one).generate(RequestContext("g"), requests(0))
-    assert caught.value.replica == 3
-
-
 async def test_a_silent_replica_is_an_error_after_the_bound() -> None:
     with pytest.raises(RolloutError, match="waited 0 s for replica 0 to generate"):
         await fleet_of({0: FakeReplica(0, delay_s=5)}, generate_s=0.02, rpc_s=0.03).generate(
             RequestContext("g"), requests(0)
         )
-
-
-@pytest.mark.parametrize("turns", range(5))
-async def test_a_call_that_is_cancelled_about_the_time_of_a_report_ends_at_once(turns: int) -> None:
-    """A report that arrives together with the cancellation must not let the call go on."""
-    replica = ScriptedReplica(5, 1000, "stop")
-    call = asyncio.create_task(fleet_of({5: replica}, interval_s=0.01).generate(RequestContext("g"), requests(0)))
-    while len(replica.reported) < 3:
-        await asyncio.sleep(0)
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    asked = len(replica.reported)
-    await asyncio.sleep(0.02)
-    assert len(replica.reported) <= asked + 1
 
 
 @pytest.mark.parametrize("end", [ReplicaFailed(5, "replica 5 is dead"), None], ids=["dead", "silent"])

@@ -19,7 +19,7 @@ from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, Samp
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.fleet import engine_pool as fleet_module
 from megarl.rollout.fleet.engine_pool import EnginePool, all_attempts_s
-from tests.support.engines.fake_replicas import FakeReplica, Method, ScriptedReplica, SharesCalls, answered, requests
+from tests.support.engines.fake_replicas import FakeReplica, Method, ScriptedReplica, SharesCalls, requests
 
 LONG = SamplingSpec(10**9, 1.0, (2,))
 REFUSAL = "was left in the middle of a failed weight sync"
@@ -102,23 +102,6 @@ async def test_responses_in_flight_outlive_a_failed_sync_that_leaves_no_replica(
     assert all(result.response_ids == [result.replica] and not result.lost_replicas for result in await later)
 
 
-async def test_the_only_replica_serves_nothing_from_its_restart_to_its_weights() -> None:
-    old, new = FakeReplica(0), FakeReplica(0)
-    restart = Starting({0: new})
-    fleet = fleet_of({0: old}, restart)
-    restarting = asyncio.create_task(fleet.restart([0]))
-    await until(lambda: restart.begun)
-    assert fleet.serving == []
-    waiting = asyncio.create_task(fleet.generate(RequestContext("g"), requests(1)))
-    await asyncio.sleep(0.01)
-    restart.go.set()
-    await restarting
-    await asyncio.sleep(0.01)
-    assert fleet.serving == [] and not old.served and not new.served
-    fleet.admit_joining()
-    assert answered(await waiting) == ["0:1.0", "0:1.1"] and not old.served and len(new.served) == 1
-
-
 async def lose_the_last(fleet: EnginePool) -> list[asyncio.Task[list[GenerateResult]]]:
     """Three groups of a fleet of one replica, 0, of which one waits for room; then the replica is lost."""
     [record] = fleet.table
@@ -182,58 +165,6 @@ async def test_a_trainer_that_is_asked_to_publish_brings_back_the_only_replica()
     assert not later.done()
     fleet.expect_publication(False)  # it evaluates, and waits for just this
     await check_all_fail([later], REFUSAL)
-
-
-class Alongside:
-    """A fleet of replicas 0 and 1, which work for a training group and for an evaluation, without end.
-
-    Replacements come up as soon as `restart.go` is set, and end each response with their first token.
-    """
-
-    def __init__(self) -> None:
-        self.old = {index: ScriptedReplica(index, 10**9, None) for index in (0, 1)}
-        self.new = {index: ScriptedReplica(index, 0, "stop", version=4) for index in (0, 1)}
-        self.restart = Starting(self.new)
-        self.fleet = fleet_of(self.old, self.restart)
-
-    async def begin(self) -> tuple[asyncio.Task[list[GenerateResult]], asyncio.Task[list[GenerateResult]]]:
-        """Return the training group and the evaluation's response, of which some tokens are reported."""
-        training = asyncio.create_task(self.fleet.generate(RequestContext("training"), endless("training")))
-        evaluation = asyncio.create_task(self.fleet.generate(RequestContext("eval"), endless("eval"), background=True))
-        await until(lambda: all(len(each.reported) >= 3 for each in self.old.values()))
-        assert self.asked(self.old) == [["training"], ["eval"]]
-        return training, evaluation
-
-    @staticmethod
-    def asked(replicas: dict[int, ScriptedReplica]) -> list[list[str]]:
-        return [[request.request_id for request in replicas[index].asked] for index in (0, 1)]
-
-
-def check_continued(results: list[GenerateResult], lost: int, by: int) -> None:
-    """Tokens of the lost replica that it has reported, then tokens of another one."""
-    [result] = results
-    tokens = result.response_ids
-    assert result.replica == by and result.lost_replicas == 1
-    assert tokens[0] == lost and tokens[-1] == by and tokens == sorted(tokens, key=lambda each: each != lost)
-
-
-async def test_training_and_an_evaluation_wait_for_the_last_replica_that_is_restarted() -> None:
-    alongside = Alongside()
-    training, evaluation = await alongside.begin()
-    await alongside.fleet.begin_sync()
-    for index, replica in alongside.old.items():  # neither is asked for what the other one has lost
-        refuse(replica)
-        await until(lambda index=index: index not in alongside.fleet.serving)  # type: ignore[misc]
-    restarting = asyncio.create_task(alongside.fleet.restart([0]))
-    await until(lambda: alongside.restart.begun == [0])
-    alongside.restart.go.set()
-    await restarting
-    await asyncio.sleep(0.02)
-    assert not training.done() and not evaluation.done()
-    alongside.fleet.admit_joining()
-    assert alongside.fleet.serving == [0]
-    check_continued(await evaluation, lost=1, by=0)
-    assert [result.replica for result in await training] == [0]
 
 
 async def test_a_sync_that_replaces_nothing_ends_the_wait() -> None:
@@ -312,15 +243,6 @@ async def test_the_last_answer_of_a_replaced_replica_does_not_count_for_the_new_
     assert fleet.table[0].load == (1 if ends else 3)
     late.cancel()
     now.cancel()
-
-
-async def test_a_lost_replica_that_can_be_reset_serves_again_with_the_next_version() -> None:
-    fleet = fleet_of({0: resettable(FakeReplica(0))})
-    fleet.table.lose(0, ReplicaFailed(0, "replica 0 was silent"))
-    await fleet.reset()
-    assert fleet.serving == []
-    fleet.admit_joining()
-    assert answered(await fleet.generate(RequestContext("g"), requests(1))) == ["0:1.0", "0:1.1"] and not fleet.lost
 
 
 def test_the_bound_covers_every_attempt_at_a_sync() -> None:

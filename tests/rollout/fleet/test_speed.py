@@ -80,32 +80,6 @@ def test_a_report_without_progress_of_any_response_says_nothing() -> None:
     assert Progress().note(0, 0.0, [Progress(50, 1.0)], 5.0, 0.0) == ""
 
 
-def test_time_without_work_does_not_count_and_calls_that_overlap_count_once() -> None:
-    work = Work()
-    work.begin(10.0)
-    work.begin(11.0)
-    work.note(30, 12.0)
-    work.end(12.0)
-    work.note(10, 14.0)
-    work.end(14.0)
-    work.begin(100.0)
-    work.note(20, 102.0)
-    assert work.take() == 10.0
-    work.note(8, 104.0)
-    assert work.take() == 4.0
-    work.end(104.0)
-    assert work.take() is None
-
-
-def test_time_without_tokens_counts_with_the_next_ones() -> None:
-    work = Work()
-    work.begin(0.0)
-    work.note(0, 9.0)
-    assert work.take() is None, "an engine that has reported nothing yet is not called slow"
-    work.note(20, 10.0)
-    assert work.take() == 2.0
-
-
 STEPS = st.lists(st.tuples(st.sampled_from(["begin", "note", "end", "take"]), st.integers(1, 9)), max_size=60)
 
 

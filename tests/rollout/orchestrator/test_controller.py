@@ -15,7 +15,6 @@ import pytest
 from megarl.algorithms.filters import ShapingSpec
 from megarl.common.errors import BatchNotReady, NoReplicaLeft, RolloutError
 from megarl.config.derived import staleness
-from megarl.config.schema import Config
 from megarl.evaluation.harness import SetReport
 from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.rewards.types import RewardResult
@@ -39,16 +38,23 @@ from tests.support.trainer.configs import config as config_of
 
 GROUPS, SAMPLES = 3, 2
 WAIT_S = 5.0
+Make = Callable[..., LocalController]
 
 
 @pytest.fixture
-def config() -> Config:
-    return config_of("model", batch={"groups": GROUPS, "samples_per_group": SAMPLES})
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """A function that makes a controller with an agent loop, and with these changes of its config."""
+
+    def made(loop: AgentLoop | None = None, **changes: Any) -> LocalController:
+        config = config_of("model", batch={"groups": GROUPS, "samples_per_group": SAMPLES}, **changes)
+        return local_controller(config, tmp_path, monkeypatch, loop)
+
+    return made
 
 
 @pytest.fixture
-def local(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalController:
-    return local_controller(config, tmp_path, monkeypatch)
+def local(make: Make) -> LocalController:
+    return make()
 
 
 def keys_of(*groups: int) -> list[str]:
@@ -76,13 +82,6 @@ async def test_the_batches_of_two_steps(local: LocalController) -> None:
     assert source.finished == {group: [group + 1.0] * SAMPLES for group in range(6)}
 
 
-async def test_versions_without_admission_start_nothing(local: LocalController) -> None:
-    """The loop publishes a version, evaluates it, and only then lets groups start."""
-    assert (await local.controller.set_version(0, admit=False)).admitted == 0
-    assert (await local.controller.admit()).admitted == GROUPS
-    assert local.fleet.joined == 1  # replaced replicas serve from the version on
-
-
 async def test_a_batch_that_does_not_come_names_the_groups_in_flight(local: LocalController) -> None:
     local.fleet.held = {1}
     await local.controller.set_version(0)
@@ -92,14 +91,9 @@ async def test_a_batch_that_does_not_come_names_the_groups_in_flight(local: Loca
     await local.controller.shutdown()
 
 
-async def test_on_shared_gpus_a_batch_waits_for_all_groups_up_to_the_next_publication(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_on_shared_gpus_a_batch_waits_for_all_groups_up_to_the_next_publication(make: Make) -> None:
     """Then every step up to there has its batch while the engines sleep. What is missing needs a publication."""
-    stream = {"mode": "stream", "sync_interval": 2}
-    batch = config.batch.model_dump()
-    config = config_of("model", batch=batch, rollout__share_gpus=True, admission=stream)
-    local = local_controller(config, tmp_path, monkeypatch)
+    local = make(rollout__share_gpus=True, admission={"mode": "stream", "sync_interval": 2})
     controller = local.controller
     local.fleet.held = {GROUPS}  # one of the second step
     await controller.set_version(0, admit=False)
@@ -136,12 +130,9 @@ class Branches:
 
 
 async def test_samples_with_several_trajectories_are_queued_trained_resumed_and_freed_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path
 ) -> None:
-    settings = config_of(
-        "model", batch={"groups": GROUPS, "samples_per_group": SAMPLES}, telemetry={"dump_batches": True}
-    )
-    local = local_controller(settings, tmp_path, monkeypatch, Branches())
+    local = make(Branches(), telemetry={"dump_batches": True})
     controller, queue = local.controller, local.queue
 
     def keys(*groups: int) -> list[str]:
@@ -160,7 +151,7 @@ async def test_samples_with_several_trajectories_are_queued_trained_resumed_and_
     await controller.set_version(0)
     again = await controller.wait_batch(0, WAIT_S)
     assert again.keys == batch.keys and queue.rows == before
-    plan = plan_step([queue.rows[key].tag for key in again.keys], settings, dp_size=2, version=0)
+    plan = plan_step([queue.rows[key].tag for key in again.keys], controller.config, dp_size=2, version=0)
     numbers = {name: len(groups) for name, groups in plan.ended.items()}
     counters = await controller.commit(0, **numbers, ended=plan.ended)
     assert counters.balanced and counters.settled == GROUPS
@@ -185,10 +176,8 @@ class MarksTheWrongSample:
         (MarksTheWrongSample(), "the agent loop of sample 1:0 returned a trajectory of 7:0"),
     ],
 )
-async def test_a_failed_group_is_counted_and_the_others_are_trained(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: AgentLoop, failure: str
-) -> None:
-    local = local_controller(config, tmp_path, monkeypatch, loop)
+async def test_a_failed_group_is_counted_and_the_others_are_trained(make: Make, loop: AgentLoop, failure: str) -> None:
+    local = make(loop)
     await local.controller.set_version(0)
     batch = await local.controller.wait_batch(0, WAIT_S)
     rows = [local.queue.rows[key] for key in batch.keys]
@@ -250,11 +239,8 @@ async def test_a_reward_function_that_fails_too_often_ends_the_run_with_its_own_
     assert str(caught.value) == message
 
 
-async def test_an_evaluation_that_does_not_end_names_what_it_waits_for(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timeouts = config.timeouts.model_copy(update={"generate_s": 0.1})
-    local = local_controller(config.model_copy(update={"timeouts": timeouts}), tmp_path, monkeypatch)
+async def test_an_evaluation_that_does_not_end_names_what_it_waits_for(make: Make) -> None:
+    local = make(timeouts={"generate_s": 0.1})
 
     async def never(version: int, label: str) -> list[SetReport]:
         await asyncio.sleep(60)
@@ -265,26 +251,24 @@ async def test_an_evaluation_that_does_not_end_names_what_it_waits_for(
         await local.controller.evaluate(0, "before")
 
 
-def refilling(directory: Path, monkeypatch: pytest.MonkeyPatch, signal: set[int]) -> LocalController:
-    """A controller with dynamic sampling, at most GROUPS a step; the rewards of other groups than `signal` are equal.
+@pytest.fixture
+def refilling(make: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes a controller with dynamic sampling, at most GROUPS a step; rewards are equal in groups without `signal`.
 
     The text of group g has g + 1 characters, and equal rewards are that number.
     """
-    settings = config_of(
-        "model",
-        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
-        admission={"refill": True},
-    )
     monkeypatch.setattr(staleness, "REFILL_LIMIT", 1)
-    local = local_controller(settings, directory, monkeypatch)
-    local.rewards.script = {group + 1: [0.0, 1.0] for group in signal}
-    return local
+
+    def made(signal: set[int]) -> LocalController:
+        local = make(admission={"refill": True})
+        local.rewards.script = {group + 1: [0.0, 1.0] for group in signal}
+        return local
+
+    return made
 
 
-async def test_groups_without_signal_are_replaced_before_the_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local = refilling(tmp_path, monkeypatch, {0, 2, 4, 5, 6, 7})
+async def test_groups_without_signal_are_replaced_before_the_queue(refilling: Make, tmp_path: Path) -> None:
+    local = refilling({0, 2, 4, 5, 6, 7})
     controller = local.controller
     await controller.set_version(0)
     batch = await controller.wait_batch(0, WAIT_S)
@@ -307,16 +291,10 @@ async def test_groups_without_signal_are_replaced_before_the_queue(
 
 
 async def test_what_has_signal_depends_on_the_limit_of_the_group_s_own_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = [{"name": "a", "path": "a"}, {"name": "b", "path": "b", "sampling": {"max_tokens": 7}}]
-    settings = config_of(
-        "model",
-        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
-        admission={"refill": True},
-        data={"path": None, "sets": sets},
-    )
-    local = local_controller(settings, tmp_path, monkeypatch)
+    local = make(admission={"refill": True}, data={"path": None, "sets": sets})
     local.controller._source.sets = {0: "a", 1: "b", 2: "a"}
     asked = {}
 
@@ -327,22 +305,12 @@ async def test_what_has_signal_depends_on_the_limit_of_the_group_s_own_set(
     monkeypatch.setattr(prompt_groups, "without_signal", without_signal)
     await local.controller.set_version(0)
     await local.controller.wait_batch(0, WAIT_S)
-    limit = settings.sampling.max_tokens
+    limit = local.controller.config.sampling.max_tokens
     assert asked == {0: limit, 1: 7, 2: limit} and limit != 7
 
 
-async def test_no_more_groups_are_replaced_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    local = refilling(tmp_path, monkeypatch, set())
-    await local.controller.set_version(0)
-    batch = await local.controller.wait_batch(0, WAIT_S)
-    assert len(batch.replaced) == GROUPS and len(batch.keys) == GROUPS * SAMPLES
-    assert batch.counters.admitted == 2 * GROUPS and batch.counters.in_flight == 0
-
-
-async def test_a_batch_that_does_not_come_says_how_many_groups_were_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local = refilling(tmp_path, monkeypatch, {0})
+async def test_a_batch_that_does_not_come_says_how_many_groups_were_replaced(refilling: Make) -> None:
+    local = refilling({0})
     local.fleet.held = {3}
     await local.controller.set_version(0)
     while (await local.controller.counters()).ready < GROUPS - 1:
@@ -352,8 +320,8 @@ async def test_a_batch_that_does_not_come_says_how_many_groups_were_replaced(
     await local.controller.shutdown()
 
 
-async def test_a_failed_group_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    local = refilling(tmp_path, monkeypatch, {0, 2})
+async def test_a_failed_group_is_not_replaced(refilling: Make) -> None:
+    local = refilling({0, 2})
     local.fleet.failures = {1: TimeoutError("late")}
     await local.controller.set_version(0)
     batch = await local.controller.wait_batch(0, WAIT_S)
@@ -374,32 +342,6 @@ async def test_tokens_labelled_with_another_version_end_the_run(local: LocalCont
     await local.controller.set_version(7)
     with pytest.raises(RolloutError, match=said):
         await local.controller.wait_batch(0, WAIT_S)
-
-
-async def test_an_announced_version_may_arrive_before_every_engine_serves_it(local: LocalController) -> None:
-    local.fleet.version = lambda: 8
-    await local.controller.set_version(7)
-    await local.controller.announce(8)
-    assert local.fleet.in_sync
-    assert (await local.controller.wait_batch(0, WAIT_S)).keys == keys_of(0, 1, 2)
-
-
-async def test_no_group_is_started_for_a_step_after_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answers would only be in the way of the last evaluation."""
-    settings = config_of(
-        "model",
-        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
-        admission={"mode": "async", "sync_interval": 1, "max_staleness": 3},
-        run={"steps": 2},
-    )
-    local = local_controller(settings, tmp_path, monkeypatch)
-    for step in range(2):
-        # The bound would allow more steps.
-        assert (await local.controller.set_version(step)).admitted == 2 * GROUPS
-        await local.controller.wait_batch(step, WAIT_S)
-        await local.controller.commit(step, trained=GROUPS, filtered=0, dropped_stale=0, failed=0)
-    counters = await local.controller.set_version(2)
-    assert (counters.admitted, counters.in_flight, counters.trained) == (2 * GROUPS, 0, 2 * GROUPS)
 
 
 async def test_begin_resets_the_failure_policy(local: LocalController) -> None:
@@ -443,17 +385,9 @@ async def test_a_failure_that_ends_the_run_is_raised_by_every_call_until_begin(l
     assert (await controller.wait_batch(0, WAIT_S)).keys == keys_of(*range(GROUPS))
 
 
-async def test_groups_that_start_while_running_responses_end_have_their_whole_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_groups_that_start_while_running_responses_end_have_their_whole_deadline(make: Make) -> None:
     """It counts from when they may begin: otherwise the wait for a publication would cut responses to nothing."""
-    settings = config_of(
-        "model",
-        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
-        rollout={"group_deadline_s": 30.0, "partial_rollout": False},
-        timeouts={"generate_s": 77.0},
-    )
-    local = local_controller(settings, tmp_path, monkeypatch)
+    local = make(rollout={"group_deadline_s": 30.0, "partial_rollout": False}, timeouts={"generate_s": 77.0})
     begins, deadlines = asyncio.Event(), []
     answer = local.fleet.generate
 
@@ -478,17 +412,10 @@ async def test_groups_that_start_while_running_responses_end_have_their_whole_de
 
 
 @pytest.mark.parametrize("dump", [True, False])
-async def test_the_schedule_is_recorded_where_batches_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dump: bool
-) -> None:
+async def test_the_schedule_is_recorded_where_batches_are(make: Make, tmp_path: Path, dump: bool) -> None:
     """Over a restart of the trainer, whose second step replaces the one that the checkpoint does not hold."""
-    settings = config_of(
-        "model",
-        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
-        telemetry={"dump_batches": dump},
-        rollout={"journal_s": 0.0},  # the groups of the second step are drawn again
-    )
-    local = local_controller(settings, tmp_path, monkeypatch)
+    # Without a journal the groups of the second step are drawn again.
+    local = make(telemetry={"dump_batches": dump}, rollout={"journal_s": 0.0})
     local.fleet.failures = {1: TimeoutError("late")}
     controller, path = local.controller, tmp_path / SCHEDULE_FILE
 
@@ -514,16 +441,10 @@ async def test_the_schedule_is_recorded_where_batches_are(
 
 
 @pytest.fixture
-def reusing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalController:
+def reusing(make: Make) -> LocalController:
     """A controller whose groups may be trained twice; of those that start, 4 and all later ones never finish."""
-    settings = config_of(
-        "model",
-        batch={"groups": GROUPS, "samples_per_group": SAMPLES},
-        admission={"mode": "async", "sync_interval": 1, "max_staleness": 3, "max_uses": 2},
-        telemetry={"dump_batches": True},
-        run={"steps": 5},
-    )
-    made = local_controller(settings, tmp_path, monkeypatch)
+    reuse = {"mode": "async", "sync_interval": 1, "max_staleness": 3, "max_uses": 2}
+    made = make(admission=reuse, telemetry={"dump_batches": True}, run={"steps": 5})
     made.fleet.held = set(range(4, 20))
     return made
 
@@ -749,10 +670,9 @@ async def test_a_trainer_that_waits_for_a_batch_is_told_that_no_replica_is_left(
     ids=["would wait for the responses", "would bring no replica"],
 )
 async def test_a_trainer_whose_publication_would_not_help_is_not_asked_for_one(
-    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], make: Make
 ) -> None:
-    settings = config_of("model", batch={"groups": GROUPS, "samples_per_group": SAMPLES}, **changes)
-    local = local_controller(settings, tmp_path, monkeypatch)
+    local = make(**changes)
     controller, fleet = local.controller, local.fleet
     fleet.held = set(range(20))
     await controller.begin(None)
@@ -834,9 +754,7 @@ async def test_a_new_controller_serves_the_gateway_with_the_weights_that_the_eng
     assert (await external_ends(local, "open"))["open"].part.response_ids == [9, 9]
 
 
-async def test_a_controller_that_starts_refuses_the_gateway_for_now(
-    config: Config, tmp_path: Path, local: LocalController
-) -> None:
+async def test_a_controller_that_starts_refuses_the_gateway_for_now(local: LocalController) -> None:
     local.controller._external_requests = None
     with pytest.raises(RolloutError, match="still starting"):
         await local.controller.give(1, [], "gateway")

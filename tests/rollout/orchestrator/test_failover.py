@@ -116,20 +116,6 @@ def test_the_bound_counts_from_the_first_version_of_the_history_and_not_from_the
     assert fresh.steps_within_bound(0) == 5 and fresh.admit() == [3, 4]
 
 
-def test_groups_of_a_step_that_is_held_are_not_used_again() -> None:
-    """Their rows ended with the queue of the controller before."""
-    fresh = Admission(1, Pace(max_staleness=3), max_uses=2)
-    fresh.hold((0, 0), {0: Taken([0], [], [], {0: 0})})
-    fresh.set_version(0)
-    for step, reusable in ((0, 0), (1, 1)):
-        if step:
-            [group, *_] = fresh.admit()
-            fresh.finish(group, ok=True, versions=[0])
-            assert fresh.batch(step) == ([group], [])
-        fresh.commit(step, trained=1, filtered=0, dropped_stale=0, failed=0, trained_groups=[step])
-        assert fresh.counters.reusable == reusable
-
-
 @pytest.mark.parametrize(
     ("held", "message"),
     [

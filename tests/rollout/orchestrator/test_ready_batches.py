@@ -14,18 +14,6 @@ def keys(samples: int) -> dict[int, list[str]]:
     return {group: [f"{group}:{index}" for index in range(samples)] for group in range(20)}
 
 
-def test_replaced_groups_are_reported_with_the_batch_that_they_were_replaced_before() -> None:
-    admission = Admission(2, Pace(), refill=4)
-    admission.set_version(0)
-    admission.admit()
-    assert admission.replace(1, [0]) and admission.replace(0, [0])
-    for group in admission.admit():
-        admission.finish(group, ok=True)
-    batch = ready_batch(0, admission, keys(1), {})
-    assert (batch.keys, batch.replaced, batch.counters.taken) == (["2:0", "3:0"], [0, 1], 4)
-    assert (batch.timings["rollout/groups_replaced"], batch.timings["rollout/groups_replaced_share"]) == (2, 0.5)
-
-
 def test_the_share_of_replaced_groups_is_that_of_the_new_ones() -> None:
     """Two groups finished before step 1, and one of them was replaced; the other group of the batch is used again."""
     admission = Admission(2, Pace(max_staleness=3), refill=4, max_uses=2)

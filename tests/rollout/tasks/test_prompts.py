@@ -27,11 +27,6 @@ RESPONSE = 16
 SAMPLES = 4
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("prompts") / "model")
-
-
 def config(tmp_path: Path, model: Path, **sections: Any) -> Config:
     return pool_config(tmp_path, model, **{"data": {"max_prompt_tokens": None}, **sections})
 

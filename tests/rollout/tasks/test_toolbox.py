@@ -13,6 +13,7 @@ import pytest
 from megarl.chat.dialogue import DialogueError
 from megarl.chat.tool_calls import HERMES, BareFormat
 from megarl.config.derived.datasets import train_sets
+from megarl.config.schema.agent import ToolConfig
 from megarl.rollout.tasks.toolbox import Toolboxes, make_tool
 from tests.support.models.chat_templates import chat_tokenizer
 from tests.support.trainer.configs import config as config_of
@@ -71,8 +72,6 @@ def test_a_template_that_writes_no_calls_needs_the_name_of_the_format() -> None:
 
 
 def test_functions_and_shipped_tools_are_made_under_their_names() -> None:
-    from megarl.config.schema.agent import ToolConfig
-
     function = make_tool(ToolConfig(kind="tests.support.agents.tool_functions:add", name="own"), "tools.0")
     http = ToolConfig(kind="http", name="far", kwargs={"url": "http://far:1", "description": "x", "parameters": OBJECT})
     remote = make_tool(http, "tools.1")
@@ -104,8 +103,6 @@ def test_functions_and_shipped_tools_are_made_under_their_names() -> None:
     ],
 )
 def test_a_tool_that_cannot_be_made_is_reported(kind: str, kwargs: dict[str, Any], message: str) -> None:
-    from megarl.config.schema.agent import ToolConfig
-
     with pytest.raises(ValueError, match=message):
         make_tool(ToolConfig(kind=kind, kwargs=kwargs), "tools.0")
 
@@ -119,15 +116,11 @@ def test_a_tool_that_cannot_be_made_is_reported(kind: str, kwargs: dict[str, Any
     ],
 )
 def test_a_class_that_is_no_tool_is_refused_with_its_key(path: str, message: str) -> None:
-    from megarl.config.schema.agent import ToolConfig
-
     with pytest.raises(ValueError, match=rf"^tools\.0: .*{message}"):
         make_tool(ToolConfig(kind=path), "tools.0")
 
 
 async def test_a_class_is_a_tool_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.config.schema.agent import ToolConfig
-
     monkeypatch.setenv("TOOL_SECRET", "s3")
     kwargs = {"path": str(tmp_path / "noted"), "secret": {"env": "TOOL_SECRET"}}
     tool = make_tool(
@@ -141,8 +134,6 @@ async def test_a_class_is_a_tool_in_a_process_of_its_own(tmp_path: Path, monkeyp
 
 
 def test_a_class_stays_in_this_process_only_if_the_config_says_so(tmp_path: Path) -> None:
-    from megarl.config.schema.agent import ToolConfig
-
     kwargs = {"path": str(tmp_path / "noted")}
     kind = "tests.support.agents.tool_classes:Misbehaving"
     tool = make_tool(ToolConfig(kind=kind, name="own", kwargs=kwargs, in_worker=True), "tools.0")
@@ -154,8 +145,6 @@ def test_a_class_stays_in_this_process_only_if_the_config_says_so(tmp_path: Path
 
 
 def test_arguments_of_every_kind_may_be_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.config.schema.agent import ToolConfig
-
     monkeypatch.setenv("TOOL_URL", "http://far:1")
     monkeypatch.setenv("TOOL_TOKEN", "message")
     kwargs = {"url": {"env": "TOOL_URL"}, "description": "x", "parameters": OBJECT, "token": {"env": "TOOL_TOKEN"}}

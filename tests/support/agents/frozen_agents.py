@@ -1,18 +1,13 @@
 """Tool agents that are stopped anywhere and go on from bytes: here, or in another process.
 
-`python -m tests.support.agents.frozen_agents go-on RECORD...` continues a group from each file and prints what it came
-to; an empty file is that of a group of which nothing was kept. `python -m tests.support.agents.frozen_agents kill
-DIRECTORY` begins groups in processes of their own, each of which is killed at another freeze of its first sample:
-`PHASE-NUMBER.journal` is what was on the disk by then, and `PHASE-NUMBER.calls` has one line for each intent and each
-call of a tool.
+`python -m tests.support.agents.frozen_agents RECORD...` continues a group from each file and prints what it came to; an
+empty file is that of a group of which nothing was kept.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -24,7 +19,6 @@ from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.agent_loop import AgentContext
 from megarl.rollout.agents.tool_agent import ToolAgent
 from megarl.rollout.resume.group_progress import UnfinishedGroup
-from megarl.rollout.resume.journal_file import JournalFile
 from megarl.rollout.resume.journal_records import decode_unfinished, encode_unfinished
 from tests.support.agents.scripted_agents import (
     Counter,
@@ -39,7 +33,6 @@ from tests.support.trainer.configs import config as config_of
 
 GROUP = 5
 JOURNAL_POINTS = 7  # between two writes of the journal, as `rollout.journal_s` seconds are in a run
-INTENT = "intent"
 TURNS = [
     f"First.\n{call_text('add', a=1, b=1)}{call_text('book', a=7, b=0)}",
     call_text("add", a=2, b=2),
@@ -199,76 +192,6 @@ def stops_at_freezes() -> dict[tuple[str, int], Stop]:
     return stops
 
 
-class WrittenStop(Stop):
-    """One whose journal is a file, and whose intents and calls are lines of another one."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.file, self.lines = JournalFile(path.with_suffix(".journal")), path.with_suffix(".calls")
-
-    async def persist(self, group: int) -> None:
-        """See `Stop.persist`."""
-        self.noted(INTENT)
-        await super().persist(group)
-
-    def write(self) -> None:
-        """See `Stop.write`."""
-        self.file.append([self._encoded()])
-
-    def noted(self, name: str, arguments: Any = None) -> None:
-        """Write an intent or a call: it outlives the process."""
-        with self.lines.open("a") as file:
-            file.write(json.dumps([name, arguments]) + "\n")
-
-
-class WrittenCalls(list[dict[str, Any]]):
-    """The calls of a tool, each written when it is made."""
-
-    def __init__(self, stop: WrittenStop, name: str) -> None:
-        super().__init__()
-        self._stop, self._name = stop, name
-
-    def append(self, arguments: dict[str, Any]) -> None:
-        """Take a call."""
-        super().append(arguments)
-        self._stop.noted(self._name, arguments)
-
-
-def kill_at(path: Path, where: tuple[str, int]) -> None:
-    """Run the group until a freeze, and kill this process there."""
-    stop = WrittenStop(path)
-    attempt = Attempt(stop)
-    for tool in (attempt.add, attempt.book):
-        tool.calls = WrittenCalls(stop, tool.name)
-
-    def kill(phase: str, number: int) -> None:
-        if (phase, number) == where:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    AgentContext.freeze = at_freezes(kill)  # type: ignore[method-assign]
-    attempt.run()
-
-
-def kill_all(directory: Path) -> None:
-    """Begin the group once for each freeze of its first sample, each time in a child that is killed there."""
-    for phase, number in stops_at_freezes():
-        child = os.fork()
-        if child == 0:
-            kill_at(directory / f"{phase}-{number}", (phase, number))
-            os._exit(1)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, (phase, number)
-
-
-def killed_at(path: Path) -> Stop:
-    """The files at `PHASE-NUMBER`, which a process that was killed has left."""
-    lines = [json.loads(line) for line in path.with_suffix(".calls").read_text().splitlines()]
-    calls = {name: [arguments for each, arguments in lines if each == name] for name in ("add", "book")}
-    records = JournalFile(path.with_suffix(".journal")).read()
-    intents = sum(name == INTENT for name, _ in lines)
-    return Stop(phase=path.name.partition("-")[0], calls=calls, journal=records, intents=intents)
-
-
 def go_on(path: Path) -> dict[str, Any]:
     """Continue the group from the record in a file; return what it comes to."""
     attempt, record = Attempt(), path.read_bytes()
@@ -276,9 +199,5 @@ def go_on(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    what, *paths = sys.argv[1:]
-    if what == "kill":
-        kill_all(Path(paths[0]))
-    else:
-        for path in paths:
-            print(json.dumps(go_on(Path(path))))
+    for path in sys.argv[1:]:
+        print(json.dumps(go_on(Path(path))))
