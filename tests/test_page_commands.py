@@ -132,18 +132,6 @@ def test_a_command_of_a_page_is_accepted(command: str, capsys: pytest.CaptureFix
         check(words)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    ["megarl trian --config my.yaml", "megarl train --confg my.yaml", "megarl top", "make quickstrat",
-     "megarl train --config examples/rl/configs/quickstart_cpu.yaml run.stepz=3", "python -m examples.quickstrat",
-     "torchrun --rdzv-backend megarl -m megarl replay --steps 5", "tools/gone C", "frobnicate"],
-)  # fmt: skip
-def test_a_wrong_command_is_found(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises((SystemExit, AssertionError, ValueError)):
-        for words in programs_of(wrong):
-            check(words)
-
-
 def test_commands_inside_a_text_exist() -> None:
     known = set(main.build_parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr]
     found = [(page.name, name) for page in PAGES for name in re.findall(r"`megarl ([a-z]+)", page.read_text())]

@@ -12,9 +12,7 @@ import pytest
 from megarl.telemetry.sinks.prometheus_names import all_names
 from tests.support.checkout import ROOT
 from tools.docs import __main__ as command
-from tools.docs.commands_page import ORDER, commands_page
 from tools.docs.grafana import dashboard
-from tools.docs.metrics_page import CORE, metrics_page
 from tools.images.drawings import IMAGES, drawings
 from tools.images.series_panels import Curve, Panel, ends
 from tools.images.series_panels import panels as draw_panels
@@ -46,22 +44,6 @@ def test_pages_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFix
     assert "up to date" in capsys.readouterr().out
 
 
-def test_the_first_metrics_are_declared_once() -> None:
-    assert len(CORE) == len(set(CORE)) == 25
-    assert all(f"| `{name}`" in metrics_page() for name in CORE)
-
-
-def test_every_command_has_a_section_with_its_arguments() -> None:
-    page = commands_page()
-    commands = re.findall(r"^##+ `megarl (.*)`$", page, re.MULTILINE)
-    assert {*ORDER, "convert", "convert verify", "pool drain"} <= {*commands} and len(commands) == len({*commands})
-    assert "| `--resume {auto,PATH,never}` |" in page and "| `--out FILE` |" in page
-
-
-def test_the_parser_of_this_test_finds_names() -> None:
-    assert named('time() - a_b{run=~"$run"} / on (run) c{x="d"}') == {"a_b", "c"}
-
-
 def test_every_query_names_existing_metrics_of_the_chosen_runs() -> None:
     known = all_names()
     for expression, _ in queries():
@@ -87,30 +69,6 @@ def test_the_variable_of_runs_asks_for_a_label_of_an_existing_metric() -> None:
     assert match is not None and match[1] in all_names() and match[2] == "run"
     assert all(each["datasource"]["uid"] == "${datasource}" for panel in panels() for each in panel.get("targets", ()))
     assert variables["datasource"]["query"] == "prometheus"
-
-
-@pytest.mark.parametrize(
-    "needed",
-    [
-        "megarl_reward_mean",
-        "megarl_eval_greedy_ratio",
-        "megarl_rollout_version_lag_mean_versions",
-        "megarl_time_trainer_idle_ratio",
-        "megarl_rollout_idle_ratio",
-        "megarl_perf_rollout_tokens_per_second",
-        "megarl_perf_trainer_tokens_per_second",
-        "megarl_rollout_replica_tokens_per_second",
-        "megarl_rollout_kv_usage_max_ratio",
-        "megarl_rollout_replicas_lost",
-        "megarl_groups_failed",
-        "megarl_rollout_queue_depth_groups",
-        "megarl_policy_approx_kl_nats",
-        "megarl_policy_entropy_nats",
-        "megarl_policy_grad_norm",
-    ],
-)
-def test_what_an_operator_needs_is_there(needed: str) -> None:
-    assert any(needed in named(expression) for expression, _ in queries())
 
 
 def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint.convert import cli as command_line
 from megarl.cli import main
-from megarl.run.start import main as rank_main
-from tests.support.checkout import ROOT
 from tests.support.models.tiny import make_tiny_model
 from tests.support.trainer.configs import tree, write_problems
-from tools.docs.options import keys_page
 
 
 @pytest.fixture(scope="module")
@@ -46,62 +40,6 @@ def test_without_a_command_the_help_is_printed(given: list[str], capsys: pytest.
     program = " ".join(["megarl", *given])
     assert reported.err.startswith(f"usage: {program} [-h]") and "error" not in reported.err and reported.out == ""
     assert all(f"\n    {name} " in reported.err for name in (("import", "verify") if given else ("train", "doctor")))
-
-
-def test_the_readmes_commands_are_parsed() -> None:
-    """They work as pasted: the block begins with the activation, without which there is no `megarl`."""
-    (block,) = re.findall(r"^## Commands\n\n```\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.M)
-    first, *lines = [line for line in block.splitlines() if not line.startswith("#")]
-    assert first == ". .venv/bin/activate"
-    commands = [shlex.split(line, comments=True) for line in lines]
-    assert len([main._parse(arguments).run for program, *arguments in commands if program == "megarl"]) >= 8
-    scripts = {"tools/checkpoint/convert.py", "examples/rl/train_rl.py"}
-    for command in commands:
-        (script,) = scripts & {*command} or {""}
-        arguments = command[command.index(script) + 1 :] if script else []
-        if script == "tools/checkpoint/convert.py":
-            assert command_line._parser(script, "").parse_args(arguments).hf
-        elif script:
-            assert rank_main._parser().parse_intermixed_args(arguments).config
-        else:
-            assert command[0] == "megarl"
-
-
-ACTIVATION, ASSETS = ". .venv", "python -m examples.quickstart --out runs/quickstart/assets"
-
-
-def pages_of_newcomers() -> list[str]:
-    """The guides of the home page, and the pages next to docs/."""
-    rows = re.findall(r"^\| \d+ \| .*$", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
-    guides = [f"docs/{name}" for row in rows[1:] for name in re.findall(r"\| \[[^]]*\]\((\w+\.md)\)", row)]
-    assert len(rows) == 10 and len(guides) == 9, "the first one is the home page itself"
-    return ["README.md", "CONTRIBUTING.md", "examples/tutorials/README.md", *guides]
-
-
-def unprepared(text: str) -> list[str]:
-    """Commands that fail for whoever pastes the shell blocks of a page in their order: nothing above them there has
-    activated the environment, or made what the quickstart's config reads."""
-    blocks = [block for kind, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.M) if not kind]
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    found = []
-    for number, line in enumerate(lines):
-        needed = [ACTIVATION] if re.match(r"(?:torchrun|megarl|python) ", line) else []
-        needed += [ASSETS] if needed and "quickstart_cpu.yaml" in line else []
-        if not all(any(each.startswith(one) for each in lines[:number]) for one in needed):
-            found.append(line)
-    return found
-
-
-@pytest.mark.parametrize("page", pages_of_newcomers())
-def test_a_newcomers_commands_work_as_pasted(page: str) -> None:
-    assert unprepared((ROOT / page).read_text()) == []
-
-
-def test_every_key_is_in_the_reference() -> None:
-    from megarl.config.loading.load import walk_keys
-
-    page = keys_page()
-    assert all(f"`{key.rsplit('.', 1)[-1]}`" in page or f"## `{key}`" in page for key in walk_keys())
 
 
 def test_overrides_may_stand_on_both_sides_of_an_option(

@@ -58,12 +58,6 @@ def test_it_becomes_torchrun_with_the_ranks_of_the_config(config: Path) -> None:
     assert os.environ[RUN_DIR_VARIABLE] == str(load_config(config).run_dir.resolve())  # for what only torchrun sees
 
 
-def test_a_mistake_is_one_message_and_nothing_starts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["train", "--config", str(config), "trainer.gpus=3", "trainer.parallel.tensor=2"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("megarl: ") and "trainer.gpus: 3 is not a multiple" in error
-
-
 def test_a_run_of_several_nodes_is_not_started_here(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,14 +72,6 @@ def test_a_rank_of_it_does_what_a_rank_does(config: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main.main(["train", "--config", str(config), "run.steps=3"]) == 0
     assert seen == [["--config", str(config), "run.steps=3"]]
-
-
-def test_a_dry_run_starts_nothing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["train", "--config", str(config), "--dry-run", "run.steps=7"]) == 0
-    assert "steps: 7" in capsys.readouterr().out
-
-
-RECIPES = sorted((ROOT / "examples/rl/configs").glob("*.yaml"))
 
 
 def test_a_path_on_the_command_line_that_is_not_there_is_a_mistake(
@@ -109,22 +95,6 @@ def test_a_path_on_the_command_line_that_is_not_there_is_a_mistake(
     assert main.main(["plan", *given, f"model.path={tmp_path / 'nope'}"]) == 2
     capsys.readouterr()
     assert main.main(["plan", *given, f"model.path={tmp_path / 'nope'}", "--no-files"]) == 0
-
-
-@pytest.mark.slow  # test_check_start.py plans each recipe without its files
-@pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
-def test_a_recipe_is_planned_from_any_directory(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its model's shape lies in the checkout of the config file."""
-    monkeypatch.chdir(tmp_path)
-    assert main.main(["train", "--config", str(recipe), "run.steps=777", "--dry-run"]) == 0
-    reported = capsys.readouterr()
-    assert (
-        "steps: 777" in reported.out
-        and "planned by model.shape; not on this machine" in reported.out
-        and reported.err == ""
-    )
 
 
 def test_a_run_that_has_finished_is_not_started_again(
@@ -158,15 +128,6 @@ def test_a_run_that_has_finished_is_not_started_again(
     (checkpoint / "manifest.json").unlink()
     with pytest.raises(Became):
         main.main(["train", *given])
-
-
-def test_convert_inspects_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = make_tiny_model(tmp_path / "model")
-    assert main.main(["convert", "inspect", str(model)]) == 0
-    assert "model.safetensors" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main.main(["convert", "--help"])
-    assert "verify" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("start", ["megarl convert", "convert.py"])

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from megarl.cli import main
 from megarl.config.schema import Config
 from megarl.data import check_files, check_tokenizer
 from megarl.models.hf.read_config import load_info
 from megarl.rollout.tasks.prompts import PromptSource
 from megarl.run.start.checks import check_start, start_findings
 from tests.support.trainer.check_start import problems_of
-from tests.support.trainer.configs import config, tree
+from tests.support.trainer.configs import config
 
 REWARD: dict[str, Any] = {"function": "tests.support.rewards.reward_functions:digit_share", "trial_call": False}
 SKIP = {"data__overlong_prompts": "skip"}
@@ -37,24 +36,6 @@ def refusal(planned: Config) -> str:
     with pytest.raises(ValueError) as raised:
         PromptSource(planned)
     return str(raised.value)
-
-
-def test_a_dry_run_refuses_prompts_that_are_too_long(
-    sound: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(json.dumps(tree(sound, data, reward=REWARD, run__dir=str(tmp_path / "run"))))
-    command = ["train", "--config", str(path), "--dry-run"]
-    assert main.main(command) == 0
-    capsys.readouterr()
-    with pytest.raises(SystemExit, match="2"):
-        main.main([*command, "data.max_prompt_tokens=3"])
-    message = capsys.readouterr()
-    assert (
-        f"megarl: data: {data}:1 has " in message.err
-        and "more than data.max_prompt_tokens = 3; raise it" in message.err
-    )
-    assert message.out == ""
 
 
 @pytest.mark.parametrize(

@@ -24,21 +24,6 @@ def alarms_of(monitor: Monitor, values: list[float], rule: str = "ess") -> list[
     return said
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ([0.4, 0.4, 0.4, 0.4], "..!+"),
-        ([0.4, 0.4, 0.5, 0.4, 0.4, 0.4], ".....!"),  # at the threshold is not beyond it
-        ([0.4, 0.4, math.nan, 0.4], "...!"),  # an unknown value neither counts nor ends the row
-        ([0.4, 0.4, 0.4, 0.52, 0.4], "..!.+"),  # 0.52 is not yet 10% better: the alarm goes on
-        ([0.4, 0.4, 0.4, 0.55, 0.4, 0.4, 0.4], "..!...!"),
-        ([0.6, 0.6, 0.6], "..."),
-    ],
-)
-def test_patience_and_hysteresis(values: list[float], said: str) -> None:
-    assert "".join(alarms_of(Monitor([ESS]), values)) == said
-
-
 def test_the_side_of_the_threshold() -> None:
     above = AlarmRule("ess", "above", 0.5, 1, "warn")
     assert "".join(alarms_of(Monitor([above]), [0.5, 0.51, 0.46, 0.51, 0.45, 0.51])) == ".!.+.!"

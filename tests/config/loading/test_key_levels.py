@@ -9,7 +9,6 @@ from megarl.config.loading.load import config_from_tree, walk_keys
 from megarl.config.loading.marked_yaml import marked_yaml
 from megarl.config.schema import Config, RolloutConfig
 from tests.support.trainer.configs import tree
-from tools.docs.options import keys_page
 
 
 def test_every_basic_key_exists() -> None:
@@ -23,14 +22,6 @@ def test_a_section_is_basic_if_a_key_of_it_is() -> None:
     assert ordered(Config)[:2] == ["run", "model"] and ordered(Config).index("launch") < ordered(Config).index(
         "monitor"
     )
-
-
-def test_the_page_has_basic_keys_first() -> None:
-    sections = re.split(r"^## ", keys_page(), flags=re.MULTILINE)[1:]
-    levels = [re.findall(r"^\| `\w+` \| (basic|expert) \|", section, re.MULTILINE) for section in sections]
-    assert all(each == sorted(each) for each in levels)
-    shown = [level for each in levels for level in each]
-    assert shown.count("basic") == len(BASIC - {"tools"}) and shown.count("expert") > 150
 
 
 def test_a_printed_config_has_basic_keys_first() -> None:

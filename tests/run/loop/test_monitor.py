@@ -114,36 +114,19 @@ def test_the_beginning_and_the_end_of_an_alarm_are_recorded_once() -> None:
     assert run.recorded == [("ess", -1, "begins"), ("ess", -1, "its value recovered")]
 
 
-def test_a_later_update_of_the_step_counts_in_what_is_judged_after_it() -> None:
-    """The metrics of the first update have asked for the comparison before."""
-    run = Made(monitor__rules__ess={"action": "skip", "threshold": 0.5, "patience": 1})
-    plan, measured = run.measured(3, {0: 0.01, 1: 0.01}, None, None, (0.0, 1.0), "stop")
-    run.monitor.watch(plan, measured)
-    before = measured.by_source.by_replica
-    _, later = run.measured(3, {0: 0.01, 1: 0.9}, None, None, (0.0, 1.0), "stop")
-    measured.add_gaps(later.gaps)
-    run.monitor.act(4)
-    assert run.taken == [1]
-    assert before[1][0].tokens == 2 and measured.by_source.by_replica[1][0].tokens == 4
-    measured.compare_in_update({"tokens": 4.0, "ess": 1.0, "approx_kl": 0.0}, later.gaps)
-    assert measured.by_source.by_replica[1][0].tokens == 2
-
-
-def test_the_alarm_of_a_replica_that_is_taken_out_ends_with_it() -> None:
+@pytest.mark.parametrize(
+    ("refuses", "end"),
+    [
+        (False, "the replica is replaced at the next publication"),
+        (True, "the replica could not be taken out; it is judged again"),
+    ],
+)
+def test_the_alarm_of_a_replica_ends_by_what_was_done_with_it(refuses: bool, end: str) -> None:
     run = Made(monitor__rules__logprob_gap=OFF, monitor__rules__ratio_tail=OFF)
-    run.step(3, {0: 0.01, 1: 0.9})
-    assert run.recorded == [
-        ("replica_gap", 1, "begins"), ("replica_gap", 1, "the replica is replaced at the next publication"),
-    ]  # fmt: skip
-
-
-def test_the_end_of_an_alarm_does_not_say_that_a_replica_is_replaced_which_could_not_be_taken_out() -> None:
-    run = Made(monitor__rules__logprob_gap=OFF, monitor__rules__ratio_tail=OFF)
-    run.refuses = True
-    run.step(3, {0: 0.01, 1: 0.9})
-    assert run.recorded == [
-        ("replica_gap", 1, "begins"), ("replica_gap", 1, "the replica could not be taken out; it is judged again"),
-    ]  # fmt: skip
+    run.refuses = refuses
+    _, metrics = run.step(3, {0: 0.01, 1: 0.9})
+    assert run.taken == [1] and run.recorded == [("replica_gap", 1, "begins"), ("replica_gap", 1, end)]
+    assert (metrics["monitor/quarantined"], metrics["monitor/alarms"]) == (not refuses, 1)
 
 
 def test_an_alarm_that_stops_the_run_is_recorded() -> None:
@@ -174,13 +157,6 @@ def test_a_replica_that_is_sick_again_and_again_is_left_to_the_user() -> None:
         reported.startswith("alarm replica_gap of replica 1: 30 is above 4")
         and "quarantined 3 times already" in reported
     )
-
-
-def test_a_replica_that_cannot_be_taken_out_is_not_counted_as_such() -> None:
-    run = Made()
-    run.refuses = True
-    _, metrics = run.step(3, {0: 0.01, 1: 0.9})
-    assert run.taken == [1] and metrics["monitor/quarantined"] == 0 and metrics["monitor/alarms"] == 1
 
 
 def test_a_warning_is_said_once_while_it_lasts() -> None:

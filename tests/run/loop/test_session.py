@@ -233,15 +233,6 @@ def test_closing_leaves_the_sync_group_before_the_pool_ends(run: FakeRun, keep: 
     assert run.journal == ["close the sender", "disconnect" if keep else "end the pool", "close the recorder"]
 
 
-@pytest.mark.parametrize("wanted", [False, True])
-def test_the_policy_is_exported_if_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool
-) -> None:
-    run = fake_run(config_of("model", run__dir=str(tmp_path), run__export=wanted), monkeypatch)
-    run.build().export()
-    assert run.journal[-1:] == (["export to hf"] if wanted else ["install the stop vote"])
-
-
 def non_finite(updates: int = 0) -> NonFiniteError:
     error = NonFiniteError("step 1: the loss is nan; the batch is kept in failed_batch")
     error.updates = updates

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megarl.telemetry.metrics.declarations import GROUPS, REGISTRY, step_metrics
 from megarl.telemetry.metrics.registry import Metric, Registry, StepMetrics, UndeclaredMetricError, reduce
@@ -69,16 +66,6 @@ def test_a_name_is_declared_once() -> None:
         Registry([Metric("x", "1", "sum", "."), Metric("x", "1", "mean", ".")])
 
 
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0.001, 100)), min_size=1, max_size=20), st.randoms())
-def test_order_changes_nothing_but_last(pairs: list[tuple[float, float]], shuffle: random.Random) -> None:
-    other = pairs[:]
-    shuffle.shuffle(other)
-    for reducer in ("sum", "mean", "max", "min", "weighted"):
-        assert reduce(reducer, pairs) == pytest.approx(reduce(reducer, other), rel=1e-9, abs=1e-6)  # type: ignore[arg-type]
-    assert min(v for v, _ in pairs) - 1e-6 <= reduce("weighted", pairs) <= max(v for v, _ in pairs) + 1e-6
-
-
 def test_declarations_are_complete() -> None:
     page = metrics_page()
     for metric in REGISTRY:
@@ -108,12 +95,3 @@ def test_what_counts_faults_is_marked_by_itself() -> None:
         assert not (metric.timing and metric.unit in ("groups", "replicas", "times", "workers", "writes")), metric.name
         assert metric.reproducible == (not metric.timing and not metric.faults)
     assert "| `rollout/replicas_alive` ⚠ |" in metrics_page() and "| `time/step` ⏱ |" in metrics_page()
-
-
-def test_the_loss_statistics_are_declared() -> None:
-    """The values that the trainer's update returns go in under `policy/`."""
-    from megarl.algorithms.objective.stats import LossStats
-
-    raw_moments = {"ratio_squared", "pearson"}  # not metrics by themselves
-    for name in {*LossStats.zeros().means(), "grad_norm", "lr", "aux_loss", "moe_z_loss"} - raw_moments:
-        assert REGISTRY.lookup(f"policy/{name}").meaning, name

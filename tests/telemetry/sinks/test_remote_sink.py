@@ -72,16 +72,6 @@ def test_all_records_arrive_once_and_in_order_with_the_status_of_the_run() -> No
     assert service.calls >= 500 / remote_sink.MOST_AT_ONCE
 
 
-def test_values_are_those_of_the_call() -> None:
-    service, seen = Service(), list[float]()
-    service.send = lambda records: seen.extend(record.values["reward/mean"] for record in records)  # type: ignore[method-assign]
-    values = {"reward/mean": 1.0}
-    service.write(1, values)
-    values["reward/mean"] = 2.0
-    service.close()
-    assert seen == [1.0]
-
-
 def test_what_a_service_did_not_take_is_sent_again() -> None:
     problems: list[Exception] = []
     service = Service()

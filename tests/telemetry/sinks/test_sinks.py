@@ -622,13 +622,3 @@ def test_a_mistake_in_a_line_ends_the_run_as_ever(tmp_path: Path) -> None:
     writer.sample(1, lambda: {"prompt": {1}})
     with pytest.raises(TypeError, match="set"):
         writer.close()
-
-
-def test_nothing_is_left_in_the_writer_s_hands(tmp_path: Path) -> None:
-    writer = MetricsWriter.open(config("model", run__dir=str(tmp_path)), io.StringIO())
-    for step in range(20):
-        writer.write(step, VALUES)
-    writer.flush()
-    assert not writer._thread._waiting
-    writer.close()
-    writer.close()  # a second time does nothing

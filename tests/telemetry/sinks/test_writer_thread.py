@@ -42,19 +42,6 @@ def close(thread: WriterThread, bound_s: float = PATIENCE_S) -> None:
     thread.close([], bound_s, "timeouts.shutdown_s")
 
 
-def test_the_caller_goes_on_and_the_order_is_kept(gate: Gate) -> None:
-    thread, done = writer(), []
-    thread.submit("a file", gate)
-    for number in range(200):
-        thread.submit("a file", partial(done.append, number))
-    assert done == [], "nothing overtakes the first write"
-    gate.open()
-    thread.flush()
-    assert done == list(range(200))
-    thread.close([("a file", partial(done.append, "last"))], PATIENCE_S, "timeouts.shutdown_s")
-    assert done[-1] == "last"
-
-
 def test_all_writes_are_of_one_thread_that_ends_with_the_close() -> None:
     thread, threads = writer(), []
     for _ in range(9):
@@ -109,13 +96,6 @@ def test_a_write_that_does_not_end_is_named_within_the_bound(gate: Gate, wait: s
         match=r"the metrics writer has written nothing for 0 s \(timeouts.save_s\): it is busy with WandbSink, and",
     ):
         WAITS[wait](thread)
-
-
-def test_the_end_has_a_bound_of_its_own(gate: Gate) -> None:
-    thread = writer()
-    thread.submit("WandbSink", gate)
-    with pytest.raises(WriterHungError, match=r"for 0 s \(timeouts.shutdown_s\): it is busy with WandbSink"):
-        close(thread, SOON_S)
 
 
 def test_the_bound_is_of_one_write_and_not_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
