@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.chaos.injector import Injector
 from benchmarks.chaos.kinds import KINDS, Fault, Happened, Kind, missing, schedule
-from benchmarks.chaos.processes import Replica
 from benchmarks.chaos.rows import (
     POINTS,
     REPLICAS,
@@ -23,9 +21,7 @@ __all__ = [
     "REPLICAS",
     "Fault",
     "Happened",
-    "Injector",
     "Kind",
-    "Replica",
     "SoakOutcome",
     "Tempo",
     "accounting_rows",

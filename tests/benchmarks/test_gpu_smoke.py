@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, suppress
 from datetime import timedelta
@@ -65,15 +63,6 @@ def test_a_missed_bound_is_exit_status_1(
     assert [each["ok"] for each in json.loads((tmp_path / "rows.json").read_text())] == [False]
 
 
-@pytest.mark.parametrize(
-    ("measured", "reference", "ok"),
-    [(1.0, 1.0, True), (1.1, 1.0, False), (0.0, 0.0, True), (1.0, 0.0, False), (math.nan, 1.0, False),
-     (math.inf, 1.0, False)],
-)  # fmt: skip
-def test_bounds(measured: float, reference: float, ok: bool) -> None:
-    assert ROWS.row("x", measured, reference, 1.0, "s").ok is ok
-
-
 def test_a_step_that_measures_nothing_has_failed(tmp_path: Path) -> None:
     read, write = ROWS.read_step, ROWS.write_step
     absent = read(tmp_path / "rows.json", "digest", 1.0, "")
@@ -82,15 +71,6 @@ def test_a_step_that_measures_nothing_has_failed(tmp_path: Path) -> None:
     assert [each.error for each in (absent, empty)] == ["it measured nothing"] * 2 and not absent.ok and not empty.ok
     write(tmp_path / "rows.json", [], ["there is no CUDA device"])
     assert read(tmp_path / "rows.json", "streams", 1.0, "").ok
-
-
-def test_tf32_is_off_where_fp32_is_compared(smoke: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
-    monkeypatch.setenv("KEPT", "1")
-    values = {name: smoke.environment_of(name).get("NVIDIA_TF32_OVERRIDE") for name in smoke.STEPS}
-    assert {name for name, value in values.items() if value is not None} == {"parity", "two_ranks"}
-    assert values["parity"] == values["two_ranks"] == "0"
-    assert all(smoke.environment_of(name)["KEPT"] == "1" for name in smoke.STEPS)
 
 
 # docs/gpu.md: what has to be installed, besides what torch and transformers ask for.
@@ -190,14 +170,6 @@ def test_an_abort_may_wait_for_the_pending_work(streams: ModuleType, monkeypatch
     monkeypatch.setattr(SimulatedWork, "wait", aborting_wait)
     monkeypatch.setattr(SimulatedNCCL, "abort", lambda group: group._device.synchronize())
     assert all_failed_rows(streams, SimulatedStreams()) == []
-
-
-def test_the_device_of_the_smoke_test_has_no_index(streams: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[int] = []
-    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: time.sleep(0.01))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert 0 < streams.CudaStreams(torch.device("cuda"))._cycles_per_s <= 1e11 and chosen == [0]
 
 
 def test_a_device_without_the_premise_fails(streams: ModuleType) -> None:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import random
-import signal
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from benchmarks.lib.accounting import check_run
-from benchmarks.lib.chaos import KINDS, Fault, Happened, Injector, Replica, SoakOutcome, loss_rows, rows_of, schedule
+from benchmarks.lib.chaos import KINDS, Fault, Happened, SoakOutcome, loss_rows, rows_of, schedule
 from benchmarks.lib.recount import AccountingReport
 from tests.support.runs.soak_runs import edit_lines, edit_rows, write_run
-from tests.support.waiting import wait_until
 
 SCHEDULE = schedule(0, ["kill-engine", "pause-replica"], replicas=2, first=3, last=20)
 
@@ -328,109 +322,3 @@ def test_a_changed_file_of_a_run_that_was_stopped_is_found(
 
 
 # --- the injector, on a run of which only the files and some processes are there
-
-BUSY = "while True: pass"
-
-
-def fault_of(name: str, index: int = 0, after_step: int = 1, seconds: float = 0.0) -> Fault:
-    return Fault(KINDS[name], index, after_step, 0.0, seconds)
-
-
-class Run:
-    """Two replicas that are processes, and a metrics.jsonl to which steps are added."""
-
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.directory = directory
-        self.started: list[psutil.Popen] = []  # all that `close` ends, whatever a test has made of them
-        self.replicas = {index: self.start() for index in range(2)}
-        monkeypatch.setattr("benchmarks.chaos.watch.find_replicas", self.find)
-        monkeypatch.setattr("benchmarks.chaos.watch.find_processes", self.find_processes)
-        monkeypatch.setattr("benchmarks.chaos.watch.find_agent", self.find_agent)
-        monkeypatch.setattr("benchmarks.chaos.watch.restarts_among", lambda ranks: self.restarts)
-        monkeypatch.setattr("benchmarks.chaos.watch.WatchedRun.POLL_S", 0.02)
-        self.workers = [self.start().engine for _ in range(2)]
-        self.agent, self.restarts = psutil.Process(), 0
-        self.steps = 0
-
-    def start(self) -> Replica:
-        engine = psutil.Popen([sys.executable, "-c", BUSY])
-        self.started.append(engine)
-        return Replica(actor=engine, engine=engine)
-
-    def find(self, run_dir: Path) -> dict[int, Replica]:
-        return {index: each for index, each in self.replicas.items() if self.alive(each.engine)}
-
-    def find_processes(self, run_dir: Path, target: str) -> list[psutil.Process]:
-        """The processes of every part but the replicas: `workers`."""
-        return [each for each in self.workers if self.alive(each)]
-
-    def find_agent(self, run_dir: Path) -> psutil.Process:
-        return self.agent
-
-    @staticmethod
-    def alive(process: psutil.Process) -> bool:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-
-    def step(self, **metrics: float) -> None:
-        self.steps += 1
-        with (self.directory / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": self.steps, "time/step": 1.0, "wall_time": time.time(), **metrics}) + "\n")
-
-    def close(self) -> None:
-        for each in self.started:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.send_signal(signal.SIGCONT)
-                each.kill()
-                each.wait(10)
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    living = Run(tmp_path, monkeypatch)
-    yield living
-    living.close()
-
-
-def test_an_engine_whose_responses_nobody_continues_is_not_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.chaos.injector.catch", lambda *args: True)  # it works, however busy the machine is
-    monkeypatch.setattr("benchmarks.chaos.watch.WatchedRun.NOTICE_S", 0.5)
-    run.step()
-    injector = Injector(run.directory, [fault_of("kill-engine", 1)], replicas=2, say=lambda text: None)
-    wait_until(lambda: not run.alive(run.replicas[1].engine), 30, "the kill")
-    run.replicas[1] = run.start()
-    run.step(**{"sync/restarted_replicas": 1, "rollout/replicas_alive": 2})
-    wait_until(lambda: "rollout/continued has NOT counted it" in str(injector.happened), 10, "the end of the fault")
-    assert injector.stop() == "" and not injector.happened[0].over
-
-
-def survive(run: Run, name: str, recover: Callable[[], None], *, index: int = 1) -> Happened:
-    """Kill a worker, `recover` from that, take steps, and return what the injector makes of it."""
-    run.step()
-    old = run.workers[index]
-    injector = Injector(run.directory, [fault_of(name, index)], replicas=2, say=lambda text: None)
-    wait_until(lambda: not run.alive(old), 30, "the kill")
-    wait_until(lambda: bool(injector.happened), 10, "the note of the fault")
-    recover()
-    time.sleep(0.2)
-    assert not injector.happened[0].over, "no step was done"
-    for _ in range(5):
-        run.step(**{"rollout/replicas_alive": 2})
-        time.sleep(0.1)
-    wait_until(lambda: "two more steps" in str(injector.happened[0]), 10, "the end of the fault")
-    assert injector.stop() == ""
-    return injector.happened[0]
-
-
-@pytest.mark.parametrize(("name", "restarts", "over"), [
-    ("kill-reward", 1, False), ("kill-rank", 1, True), ("kill-rank", 2, False), ("kill-queue", 0, True),
-    ("kill-controller", 1, False), ("kill-job", 1, False),
-])  # fmt: skip
-def test_a_fault_may_cost_as_many_restarts_of_the_ranks_as_its_kind_allows(
-    run: Run, name: str, restarts: int, over: bool
-) -> None:
-    def recover() -> None:
-        run.restarts = 4 + restarts
-        run.workers.append(run.start().engine)
-
-    run.restarts = 4
-    assert survive(run, name, recover).over == over
