@@ -1,6 +1,6 @@
 """The routers of a mixture of experts: recording and replaying their choices, and their auxiliary losses as metrics.
 
-Shapes: T packed tokens, L MoE layers of this rank in the order of its chunks, K experts per token, N tracked losses.
+Shapes: T packed tokens, L MoE layers of this rank in the order of its chunks, K experts per token.
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.moe_utils import (
-    clear_aux_losses_tracker,
-    get_moe_layer_wise_logging_tracker,
-)
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,51 +27,69 @@ _BALANCING = {
 }
 
 
-def clear_aux_losses() -> None:
-    """Delete the tracked values; call it before each update."""
-    clear_aux_losses_tracker()
+class AuxLosses:
+    """The auxiliary losses of this rank's routers, without their coefficients, as the metrics of an update."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig) -> None:
+        freq = config.moe_layer_freq
+        self._layers = sum(freq) if isinstance(freq, list) else config.num_layers
+        self._balancing, self._has_z = _balancing(config), bool(config.num_moe_experts and config.moe_z_loss_coeff)
+        self._z_sum = torch.zeros((), dtype=torch.float64, device=platforms.current().device)
+        self._routers = _routers(chunks)
+        for router in self._routers if self._has_z else ():
+            router.register_forward_hook(self._take_z_loss)
+
+    def _take_z_loss(self, router: torch.nn.Module, args: tuple[Tensor, Tensor | None], output: object) -> None:
+        """Megatron tracks a mean over a rank's rows, of which padding leaves some ranks fewer: turn it into a sum."""
+        tracked = get_moe_metrics_tracker().metrics.get("z_loss")
+        if tracked is not None:
+            hidden_T1H, padding_T1 = args
+            rows = hidden_T1H.shape[0] if padding_T1 is None else (~padding_T1).sum()
+            self._z_sum += tracked.values.sum() * rows
+            tracked.values.zero_()
+
+    def clear(self) -> None:
+        """Delete the values that were tracked, and the loads of a global balancing; call it before each update."""
+        get_moe_metrics_tracker().clear()
+        self._z_sum.zero_()
+        for router in self._routers:
+            router.reset_global_aux_loss_tracker()
+
+    def metrics(self, micro_batches: int, tokens: int) -> dict[str, float]:
+        """Return `aux_loss` and `moe_z_loss`, as far as they are on: means over MoE layers. Collective over the world.
+
+        An `aux_loss` is one value per micro-batch, and 1 is perfect balance; a z-loss is one per token.
+        `micro_batches`: the number of non-empty micro-batches of all replicas together. `tokens`: theirs, not padding.
+        """
+        if not self._balancing and not self._has_z:
+            return {}
+        tracked = get_moe_metrics_tracker().metrics
+        # A stage without MoE layers tracked nothing, but must take part in the all-reduce.
+        balance = torch.zeros_like(self._z_sum)
+        for name in self._balancing & tracked.keys():
+            # Of a global balancing all replicas' micro-batches, one of each, have one value.
+            replicas = parallel_state.get_data_parallel_world_size() if name == _BALANCING["global_aux_loss"] else 1
+            balance += tracked[name].values.sum() * replicas
+        totals_2 = torch.stack([balance, self._z_sum])
+        torch.distributed.all_reduce(totals_2)
+        aux_loss, z_loss = (totals_2 / self._layers).tolist()
+        return ({"aux_loss": aux_loss / max(micro_batches, 1)} if self._balancing else {}) | (
+            {"moe_z_loss": z_loss / max(tokens, 1)} if self._has_z else {}
+        )
 
 
-def aux_loss_metrics(config: TransformerConfig, micro_batches: int) -> dict[str, float]:
-    """Return `aux_loss` and `moe_z_loss`, those that are on: means over MoE layers and micro-batches.
-
-    Without coefficients; an `aux_loss` of 1 is perfect balance. Collective over all ranks. `micro_batches`: non-empty
-    micro-batches of all replicas together.
-    """
-    names = _tracked(config)
-    if not names:
-        return {}
-    layers = config.num_layers
-    if isinstance(config.moe_layer_freq, list):
-        layers = sum(config.moe_layer_freq)
-    tracker = get_moe_layer_wise_logging_tracker()
-    device = platforms.current().device
-    # A stage without MoE layers tracks nothing, but must take part in the all-reduce.
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    totals_N = torch.stack([tracker[name]["values"].sum().double() if name in tracker else zero for name in names])
-    torch.distributed.all_reduce(totals_N)
-    sharing = parallel_state.get_tensor_and_context_parallel_group().size()
-    metrics: dict[str, float] = {}
-    for name, total in zip(names, totals_N.tolist(), strict=True):
-        value = total / (layers * max(micro_batches, 1))
-        if name == "z_loss":
-            # Each rank of a stage tracked the mean z-loss of its rows, and a part of the sum of the other losses. The
-            # means get equal weights here, although padding leaves some ranks fewer rows (the gradient is exact).
-            metrics["moe_z_loss"] = value / sharing
-        else:
-            metrics["aux_loss"] = metrics.get("aux_loss", 0.0) + value
-    return metrics
+def _routers(chunks: Sequence[torch.nn.Module]) -> list[TopKRouter]:
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
 
 
-def _tracked(config: TransformerConfig) -> list[str]:
+def _balancing(config: TransformerConfig) -> set[str]:
+    """Return the names under which Megatron tracks the balancing losses that are on."""
     if not config.num_moe_experts:
-        return []
-    kinds = config.moe_router_load_balancing_type
-    coefficients = config.moe_aux_loss_coeff
-    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-    coefficients = [coefficients] * len(kinds) if isinstance(coefficients, float | int) else list(coefficients)
-    names = [_BALANCING[kind] for kind, c in zip(kinds, coefficients, strict=True) if c and kind in _BALANCING]
-    return names + ["z_loss"] * bool(config.moe_z_loss_coeff)
+        return set()
+    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    coefficients = [coefficients] * len(kinds) if isinstance(coefficients, float | int) else coefficients
+    return {_BALANCING[kind] for kind, c in zip(kinds, coefficients, strict=True) if c and kind in _BALANCING}
 
 
 class RoutedExperts:
@@ -90,7 +105,7 @@ class RoutedExperts:
         self._replays: dict[torch.nn.Module, dict[int, RouterReplay]] = {}
         self.layers: list[int] = []  # their numbers in the model, from 0
         for chunk in chunks:
-            routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+            routers = _routers([chunk])
             self._replays[unwrap(chunk)] = {len(self.layers) + i: each.router_replay for i, each in enumerate(routers)}
             self.layers += [router.layer_number - 1 for router in routers]
         self.spec = RoutesSpec(len(self.layers), config.moe_router_topk, int(config.num_moe_experts or 0))

@@ -53,7 +53,7 @@ from megarl.trainer.batch import (
     unzigzag,
 )
 from megarl.trainer.logprobs import response_logprobs, return_hidden_states
-from megarl.trainer.moe import RoutedExperts, aux_loss_metrics, clear_aux_losses
+from megarl.trainer.moe import AuxLosses, RoutedExperts
 from megarl.trainer.optimizer import (
     NonFiniteError,
     StepRefused,
@@ -128,6 +128,7 @@ class Policy:
             return_hidden_states(chunk)
         # None: the routers always choose, as those of the reference and the teachers do.
         self.routed = RoutedExperts(chunks, self.tf_config) if replays else None
+        self._aux_losses = AuxLosses(chunks, self.tf_config)
         ddp = ddp_fields(config.trainer, config.megatron)
         self.module_chunks = data_parallel_wrap(ddp, self.tf_config, list(map(precision_wrap, chunks)))
         if not config.model.load_weights:
@@ -326,10 +327,11 @@ class Policy:
         for chunk in self.module_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        clear_aux_losses()
+        self._aux_losses.clear()
         with_entropy = measure_entropy or self._needs_entropy
         gaps = OriginGaps.zeros(self._buckets, platforms.current().device)
-        function = self._loss_function(sum(sum(part.lengths) for part in everyone), terms, with_entropy, gaps)
+        tokens = sum(sum(part.lengths) for part in everyone)
+        function = self._loss_function(tokens, terms, with_entropy, gaps)
         keys: list[str] = []
         routed = self.routed
         parts = forward_backward(
@@ -338,7 +340,7 @@ class Policy:
         if routed is not None:
             routed.end()
         self.trained_keys = keys
-        metrics = self._reduce(parts, gaps) | aux_loss_metrics(self.tf_config, non_empty)
+        metrics = self._reduce(parts, gaps) | self._aux_losses.metrics(non_empty, tokens)
         if not with_entropy:
             del metrics["entropy"]
         return metrics

@@ -43,7 +43,7 @@ POLICY = [
     Metric("policy/tokens", "tokens", "sum", "Tokens with a loss, over all updates of the step."),
     Metric("policy/sequences", "samples", "sum", "Sequences with a loss, over all updates of the step."),
     Metric("policy/aux_loss", "loss", "mean", "MoE load-balancing loss without its coefficient; 1 is even."),
-    Metric("policy/moe_z_loss", "loss", "mean", "MoE router z-loss without its coefficient."),
+    Metric("policy/moe_z_loss", "loss", "mean", "MoE router z-loss of a token, without its coefficient."),
     Metric("policy/advantage_mean", "1", "mean", "Mean advantage of the trained samples."),
     Metric("policy/advantage_std", "1", "mean", "Standard deviation of the trained samples' advantages."),
 ]
