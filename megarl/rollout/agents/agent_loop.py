@@ -112,11 +112,14 @@ class AgentContext:
             raise RolloutError("agent.loop: single_turn has no toolbox; name the loop that needs it in the config")
         return self._toolbox
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> GenerateResult:
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, known: int = 0
+    ) -> GenerateResult:
         """Sample the model's continuation of `token_ids` with the sampling of the prompt's set.
 
         Another replica continues a response whose replica is lost, and a resumed run continues it from its tokens. The
-        turns of a sample stay on the replica that has their beginning in its cache.
+        turns of a sample stay on the replica that has their beginning in its cache. `known`: how many of the first
+        tokens need no experts (`Routes`), because results of earlier turns have them.
 
         Raises TrajectoryFull if `token_ids` leave no room for a response, and beyond `agent.max_turns`; if the loop
         does not catch it, only its sample fails. Raises RequestFailed if an engine refuses the request, and
@@ -125,7 +128,7 @@ class AgentContext:
         """
         self._check_room(token_ids)
         turn, self._requests = self._requests, self._requests + 1
-        request = self._request(token_ids, turn)
+        request = self._request(token_ids, turn, known)
         if max_tokens is not None and max_tokens < request.sampling.max_tokens:
             request = changed(request, sampling=changed(request.sampling, max_tokens=max_tokens))
         self._progress.begin(request, (self.sample_index, turn))
@@ -139,7 +142,7 @@ class AgentContext:
         self._replica = result.replica if result.replica >= 0 else self._replica
         return result
 
-    def _request(self, token_ids: Sequence[int], turn: int) -> GenerateRequest:
+    def _request(self, token_ids: Sequence[int], turn: int, known: int) -> GenerateRequest:
         """Return request number `turn` with the sampling of the prompt's set."""
         job = self._run.job
         images, files = self._images_in(token_ids)
@@ -151,6 +154,7 @@ class AgentContext:
             priority=0 if job.evaluated is None else job.evaluated.priority,
             images=images,
             files=files if any(files) else (),
+            routes_from=known if self.trains else None,
         )
 
     def show(self, before: Sequence[int], token_ids: Sequence[int], images: Sequence[bytes]) -> list[int]:

@@ -91,7 +91,9 @@ class ToolAgent:
         if state.phase == "generating":
             response = _response(state, results)
             room = ctx.prompt.sampling.max_tokens - len(response)
-            result = await ctx.generate([*ctx.prompt.ids, *response], max_tokens=room)
+            so_far = [*ctx.prompt.ids, *response]
+            known = len(so_far) - len(state.rounds[-1].token_ids) - 1 if state.rounds else 0
+            result = await ctx.generate(so_far, max_tokens=room, known=known)
             if result.response_ids:
                 results.append(result)
             failure = generation_failure(result) if result.finish_reason == "abort" else ""

@@ -142,7 +142,9 @@ def dialogue_trajectory(
         ids += result.response_ids
         ids += after
         if result.routes is not None:  # a turn's prompt is all that came before, of which most is known
-            routes = joined(routes, result.routes.of(0 if routes is None else len(routes)))
+            read = len(prompt_ids) + offset + len(result.response_ids) - 1
+            missing = read - (0 if routes is None else len(routes))
+            routes = joined(routes, result.routes.of(max(0, len(result.routes) - missing)))
         logprobs += result.logprobs
         logprobs += [0.0] * len(after)
         mask += [1] * len(result.response_ids)

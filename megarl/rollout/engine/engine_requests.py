@@ -305,6 +305,7 @@ class EngineRequests:
         """Return what follows the first `known` tokens; a request that has ended is closed."""
         found = self._find(name)
         times = self.times.parts(name, ended=found.task.done())
+        routed = self._layers is not None and found.request.routes_from is not None
         if found.task.done():
             del self._open[name]
             self.times.end(name)
@@ -312,7 +313,7 @@ class EngineRequests:
             end: FinishReason = output.finish_reason if output.finish_reason in {"stop", "length"} else "abort"
             spans = output.weight_versions or ()
             part = self._read(name, output.token_ids, output.logprobs, spans, known, end, seconds, times)
-            if self._layers is None or output.routed_experts is None:
+            if not routed or output.routed_experts is None:
                 return part
             return self._with_routes(part, [output.routed_experts], found.request, known)
         seconds = time.monotonic() - found.started
@@ -322,7 +323,7 @@ class EngineRequests:
             ids, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
             spans = state._weight_version_spans() or ()
             part = self._read(name, ids, logprobs, spans, known, None, seconds, times)
-            if self._layers is None:
+            if not routed:
                 return part
             return self._with_routes(part, state.routed_experts_chunks, found.request, known)
         # It has not reached the engine yet, or has just ended; the next report shows it.
@@ -357,8 +358,8 @@ class EngineRequests:
         """
         if not part.response_ids or not experts:
             return part
-        begin = 0 if not known else len(request.prompt_ids) + known - 1 - request.routes_from
-        end = len(request.prompt_ids) + known + len(part.response_ids) - 1 - request.routes_from
+        read = len(request.prompt_ids) + known - 1 - (request.routes_from or 0)
+        begin, end = read if known else 0, read + len(part.response_ids)
         return changed(part, routes=Routes(np.concatenate(experts)[begin:end, self._layers]))
 
     async def _generate(self, request: GenerateRequest, started: float) -> tuple[CompletionOutput, float]:
@@ -403,7 +404,7 @@ def _parameters(request: GenerateRequest) -> SamplingParams:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        routed_experts_prompt_start=request.routes_from,
+        routed_experts_prompt_start=len(request.prompt_ids) if request.routes_from is None else request.routes_from,
     )
 
 

@@ -59,7 +59,7 @@ class GenerateRequest:
     `priority`: an engine that schedules by priority takes lower numbers first; training has 0. `images`: those of the
     prompt by their places; `files`: their files, or what a replica awaits to get them, which the fleet adds. Until then
     there are those of tools only, and others are empty. `routes_from`: the first token of the prompt whose experts are
-    not known yet.
+    not known yet; None: nobody replays them.
     """
 
     request_id: str
@@ -69,7 +69,7 @@ class GenerateRequest:
     priority: int = 0
     images: tuple[ImageRef, ...] = ()
     files: tuple[bytes | Awaitable[bytes], ...] = ()
-    routes_from: int = 0
+    routes_from: int | None = None
 
 
 def shared(file: bytes) -> bytes | Awaitable[bytes]:

@@ -136,5 +136,5 @@ def continue_request(request: GenerateRequest, so_far: ResponsePart) -> Generate
         prompt_ids=request.prompt_ids + so_far.response_ids,
         sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - position),
         seed=None if request.seed is None else continuation_seed(request.seed, position),
-        routes_from=0 if so_far.routes is None else request.routes_from + len(so_far.routes),
+        routes_from=None if request.routes_from is None else request.routes_from + len(so_far.routes or ()),
     )

@@ -137,7 +137,10 @@ class GroupProgress:
 
         `prompt`: the digest of the prompt, if it is known.
         """
-        prompt = prompt_digest(request.prompt_ids, request.images) if prompt is None else prompt
+        if prompt is None:
+            # What is kept lacks the experts of the same tokens as the request.
+            known = [-request.routes_from] if request.routes_from else []
+            prompt = prompt_digest(request.prompt_ids + known, request.images)
         self._requests[place] = _Request(request.request_id, prompt)
         kept = self._kept.pop(place, None)
         if kept is not None and kept.prompt == prompt:

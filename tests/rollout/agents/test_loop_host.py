@@ -45,7 +45,8 @@ def test_single_turn_asks_once_for_each_sample_and_judges_it(config: Config) -> 
     sampling = FakeSource.sampling
     seeds = [request_seed(config.run.seed, 2, index) for index in range(count)]
     assert batcher.asked == [
-        (GenerateRequest(f"p-2-{index}-0", [5] * 3, sampling, seeds[index]), 2, None) for index in range(count)
+        (GenerateRequest(f"p-2-{index}-0", [5] * 3, sampling, seeds[index], routes_from=0), 2, None)
+        for index in range(count)
     ]
     assert made.groups.stats.generate_seconds == [0.25] * count and len(made.groups.stats.reward_seconds) == count
 

@@ -56,8 +56,11 @@ def test_the_trajectory_holds_exactly_the_tokens_that_the_engine_saw(config: Con
         assert sampled(row) == "".join(f"{turn}<|im_end|>" for turn in TURNS)
         whole = [*row.prompt_ids, *row.response_ids]
         mine = [request for request, _, _ in batcher.asked if request.request_id.startswith(f"p-5-{row.sample_index}-")]
+        read = 0  # tokens of which the engine has said the experts
         for request, turn in zip(mine, TURNS, strict=True):
             end = len(request.prompt_ids)
+            assert request.routes_from == read
+            read = end + len(ids_of(turn)) - 1
             assert request.prompt_ids == whole[:end]
             assert whole[end : end + len(ids_of(turn))] == ids_of(turn)
             assert request.sampling.max_tokens == 512 - (end - len(row.prompt_ids))

@@ -55,13 +55,17 @@ def experts(tokens: int, first: int = 0) -> Routes:
     return Routes(np.stack([numbers, numbers + 100], -1)[:, None].repeat(2, 1))
 
 
-def test_the_experts_of_a_dialogue_are_those_with_which_each_token_was_read() -> None:
-    """A later turn reads again what came before; what the earlier turns said of it stays."""
-    again = Routes(np.concatenate([experts(4, 50).experts_TLK, experts(5, 4).experts_TLK]))
+@pytest.mark.parametrize("known", [0, 3, 4])
+def test_the_experts_of_a_dialogue_are_those_with_which_each_token_was_read(known: int) -> None:
+    """A later turn reads again what came before; what the earlier turns said of it stays, if it is returned again."""
+    again = Routes(np.concatenate([experts(4, 50).experts_TLK, experts(5, 4).experts_TLK])).of(known)
     turns = [replace(GOOD, routes=experts(4)), replace(GOOD, routes=again)]  # prompts of 2, and 2 + 3 + 2 tokens
     row = dialogue_trajectory(7, 1, [1, 2], turns, [[8, 9]], RewardResult(1.0), finish_reason="stop")
     assert len(row.prompt_ids + row.response_ids) == 10 and row.routes == experts(9)
     assert fail_without_routes([row], SPEC) == [row]
+    turns[1] = replace(GOOD, routes=experts(4, 5))  # one is missing
+    row = dialogue_trajectory(7, 1, [1, 2], turns, [[8, 9]], RewardResult(1.0), finish_reason="stop")
+    assert "shape [8, 2, 2], not [9, 2, 2]" in fail_without_routes([row], SPEC)[0].failure
 
 
 @pytest.mark.parametrize(

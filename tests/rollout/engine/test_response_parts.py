@@ -61,7 +61,8 @@ def test_the_experts_of_parts_are_those_of_the_whole_response() -> None:
     two = replace(part([3, 4, 5], [0, 0, 0]), routes=whole.of(3))
     both = join_parts(one, two)
     assert both == replace(part([1, 2, 3, 4, 5], [0] * 5), routes=whole)
-    assert continue_request(REQUEST, one).routes_from == 3 == len(REQUEST.prompt_ids) + 1
+    assert continue_request(replace(REQUEST, routes_from=0), one).routes_from == 3 == len(REQUEST.prompt_ids) + 1
+    assert continue_request(REQUEST, one).routes_from is None
     assert tokens_from(both, 2) == two
     assert first_tokens(both, 2, "stop") == replace(one, finish_reason="stop")
     assert join_parts(ResponsePart(), both) == both == join_parts(both, ResponsePart())

@@ -43,7 +43,11 @@ def test_the_next_attempt_continues_the_same_requests_under_other_names() -> Non
     progress.begin(request("y"), (1, 0))  # what is kept is of another prompt
     assert progress.tokens == {"x": begun[0, 0].tokens}
     assert progress.begun().responses == {place: begun[place] for place in ((0, 0), (0, 1))}
-    progress.begin(request("z", [*PROMPT, 7, 2]), (0, 1))
+    again = request("z", [*PROMPT, 7, 2])
+    other = GroupProgress(TASK, UnfinishedGroup(begun))
+    other.begin(replace(again, routes_from=3), (0, 1))  # what is kept has experts of other tokens
+    assert not other.tokens
+    progress.begin(again, (0, 1))
     assert progress.tokens["z"] == part(9)
 
 
