@@ -314,6 +314,8 @@ def identity(config: Config) -> dict[str, str]:
     chosen |= {"model.path": content["model"]["path"], "run.seed": content["run"]["seed"]}
     if config.teachers:
         chosen["teachers"] = content["teachers"]
+    if config.trainer.router_replay == "r3":  # groups of other runs have no experts
+        chosen["trainer.router_replay"] = "r3"
     chosen["format of the journal"] = FORMAT
     chosen["batch.samples_per_group"] = content["batch"]["samples_per_group"]
     return {name: _digest(json.dumps(value, sort_keys=True).encode()) for name, value in chosen.items()}

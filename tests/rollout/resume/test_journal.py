@@ -34,7 +34,13 @@ from megarl.rollout.resume.journal_records import (
 from megarl.rollout.resume.kept_groups import History, KeptGroups
 from megarl.rollout.resume.lineage import INITIAL
 from tests.support.agents.retokenized import Retokenized
-from tests.support.rollout.fake_rollout import FakeSource, LocalController, journalled, local_controller
+from tests.support.rollout.fake_rollout import (
+    FakeSource,
+    LocalController,
+    journalled,
+    local_controller,
+    numbered_routes,
+)
 from tests.support.trainer.configs import config as config_of
 
 GROUPS, SAMPLES = 3, 2
@@ -189,24 +195,26 @@ async def test_an_unfinished_group_goes_on_from_the_tokens_that_it_had(
 ) -> None:
     """Group 4 has one token of its first response, of version 0; the rest is made with version 1."""
     first = controller(tmp_path, monkeypatch)
-    first.fleet.reports = 1
+    first.fleet.reports, first.fleet.routes = 1, True
     state, _ = await first_attempt(first, tmp_path)
     await asyncio.sleep(0.1)
     assert unfinished(tmp_path).count(4) == 1, "it was written again although it had not grown"
     second = first if survives else controller(tmp_path, monkeypatch)
-    second.fleet.held = set()
+    second.fleet.held, second.fleet.routes = set(), True
     before = {request.request_id[-3:]: request for request in first.fleet.sent[4]}
     second.fleet.sent.clear()
     taken = await second_attempt(second, state)
     assert sorted(taken) == [3, 4, 5, 6, 7, 8] and list(second.fleet.sent) == [4]
     begun, fresh = second.fleet.sent[4]
     assert begun.prompt_ids == [*before["0-0"].prompt_ids, 8]
+    assert (begun.routes_from, fresh.routes_from) == (5, 0), "the experts of the 5 tokens that it has read are kept"
     assert begun.sampling.max_tokens == before["0-0"].sampling.max_tokens - 1
     assert before["0-0"].seed is not None and begun.seed == continuation_seed(before["0-0"].seed, 1)
     assert (fresh.prompt_ids, fresh.seed) == (before["1-0"].prompt_ids, before["1-0"].seed)
     continued, drawn = sorted(taken[4], key=lambda row: row.sample_index)
     assert continued.response_ids == [8] + [9] * 6 and continued.rollout_logprobs == [-0.25] + [-0.5] * 6
     assert continued.versions == (VersionSpan(0, 0, 1), VersionSpan(1, 1, 7))
+    assert (continued.routes, drawn.routes) == (numbered_routes(0, 11), numbered_routes(0, 9))
     assert drawn.response_ids == [9] * 5 and drawn.versions == (VersionSpan(1, 0, 5),)
 
 
@@ -327,6 +335,8 @@ def test_settings_have_the_digests_that_a_journal_of_b761bc2e_has_for_them() -> 
     assert found["reward"] == "2ad76e4fff400f36dfe9df56faee902d"
     changed = identity(config_of("model", sampling__temperature=0.5))
     assert changed != found and changed | {"sampling": found["sampling"]} == found
+    replaying = identity(config_of("model", trainer__router_replay="r3"))  # groups of other runs have no experts
+    assert replaying.keys() - found.keys() == {"trainer.router_replay"} and found.items() <= replaying.items()
 
 
 async def test_a_journal_that_cannot_be_read_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.chat.formats import Prompt
 from megarl.config.schema import Config
+from megarl.queue.routes import Routes
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rewards.types import RewardInput, RewardResult
 from megarl.rollout.agents.agent_loop import AgentLoop
@@ -140,13 +142,19 @@ class FakeRewards:
     def close(self) -> None: ...
 
 
+def numbered_routes(start: int, end: int) -> Routes:
+    """The experts of the tokens from `start` to `end`: the token's place, and the next number."""
+    places = np.arange(start, end, dtype=np.uint8)
+    return Routes(np.stack([places, places + 1], -1)[:, None])
+
+
 @dataclass
 class FakeFleet:
     """One replica. `failures`: the errors of requests by group; `held`: groups whose responses never end.
 
     One token is reported of the first `reports` responses of a group that is held. `sent`: what the replica was asked
     by group.
-    `version`: returns that of the weights which it serves.
+    `version`: returns that of the weights which it serves. `routes`: it returns experts, see `numbered_routes`.
     """
 
     version: Callable[[], int] = lambda: VERSION
@@ -154,6 +162,7 @@ class FakeFleet:
     failures: dict[int, Exception] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
     reports: int = 0
+    routes: bool = False
     sent: dict[Any, list[GenerateRequest]] = field(default_factory=dict)
     serving: list[int] = field(default_factory=lambda: [0])
     idle: list[int] = field(default_factory=list)
@@ -175,16 +184,22 @@ class FakeFleet:
         self.sent.setdefault(prefix, []).extend(sent)
         if prefix in self.held:
             span = (VersionSpan(version, 0, 1),)
-            responses.add({each.request_id: ResponsePart([8], [-0.25], span) for each in sent[: self.reports]})
+            parts = [ResponsePart([8], [-0.25], span, routes=self._routes(each, 1)) for each in sent[: self.reports]]
+            responses.add({each.request_id: part for each, part in zip(sent, parts, strict=False)})
             await asyncio.Event().wait()
         if prefix in self.failures:
             raise self.failures[prefix]
-        answers = [response(request, version) for request in sent]
-        responses.add(
-            {each.request_id: ResponsePart(each.response_ids, each.logprobs, each.versions, "stop", ENGINE_S)
-             for each in answers}
-        )  # fmt: skip
+        for request in sent:
+            each = response(request, version)
+            routes = self._routes(request, len(each.response_ids))
+            part = ResponsePart(each.response_ids, each.logprobs, each.versions, "stop", ENGINE_S, routes=routes)
+            responses.add({each.request_id: part})
         return [replace(each, replica=0) for each in responses.results()]
+
+    def _routes(self, request: GenerateRequest, tokens: int) -> Routes | None:
+        if not self.routes or request.routes_from is None:
+            return None
+        return numbered_routes(request.routes_from, len(request.prompt_ids) + tokens - 1)
 
     def expect_publication(self, publishes: bool) -> None:
         self.publishes.append(publishes)
