@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.models.architecture.architecture import ModelInfo
-from megarl.models.architecture.mapping import Rule, Source, qkv
+from megarl.models.architecture.mapping import Rule, RuleScope, Source, qkv
 
 
 @dataclass(frozen=True)
@@ -118,53 +118,49 @@ ATTENTION = (
     ),
 )
 
-DENSE_MLP = (
-    Rule(
-        f"{MEGATRON}.mlp.linear_fc1.weight",
-        (
-            Source(f"{HF}.mlp.gate_proj.weight", "ffn hidden"),
-            Source(f"{HF}.mlp.up_proj.weight", "ffn hidden"),
-        ),
-        axis=0,
-        where="dense_layer",
-        per_source=True,
-    ),
-    Rule(
-        f"{MEGATRON}.mlp.linear_fc2.weight",
-        (Source(f"{HF}.mlp.down_proj.weight", "hidden ffn"),),
-        axis=1,
-        where="dense_layer",
-    ),
-)
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def expert_rules(
-    router: str = "mlp.gate",
-    experts: str = "mlp.experts",
-    gate: str = "gate_proj",
-    up: str = "up_proj",
-    down: str = "down_proj",
+def mlp_rules(
+    megatron: str, hf: str, columns: str, where: RuleScope, projections: tuple[str, str, str] = _PROJECTIONS
 ) -> tuple[Rule, ...]:
-    """Return the rules of a layer's router and experts.
+    """Return the rules of a gated MLP of a layer: a dense one, an expert, or a shared expert.
 
-    Hugging Face names: `router`.weight, `experts`.{number}.`gate`.weight and so on.
+    `megatron`, `hf`: its names in the layer; `columns`: the symbol of its inner size, as in `Source`; `projections`:
+    the Hugging Face names of gate, up and down.
     """
-    hf, mg = f"{HF}.{experts}.{{expert}}", f"{MEGATRON}.mlp.experts.local_experts.{{expert}}"
+    *inwards, outwards = projections
     return (
-        Rule(f"{MEGATRON}.mlp.router.weight", (Source(f"{HF}.{router}.weight", "experts hidden"),), where="moe_layer"),
         Rule(
-            f"{mg}.linear_fc1.weight",
-            (Source(f"{hf}.{gate}.weight", "moe_ffn hidden"), Source(f"{hf}.{up}.weight", "moe_ffn hidden")),
+            f"{MEGATRON}.{megatron}.linear_fc1.weight",
+            tuple(Source(f"{HF}.{hf}.{name}.weight", f"{columns} hidden") for name in inwards),
             axis=0,
-            where="moe_layer",
+            where=where,
             per_source=True,
         ),
         Rule(
-            f"{mg}.linear_fc2.weight",
-            (Source(f"{hf}.{down}.weight", "hidden moe_ffn"),),
+            f"{MEGATRON}.{megatron}.linear_fc2.weight",
+            (Source(f"{HF}.{hf}.{outwards}.weight", f"hidden {columns}"),),
             axis=1,
-            where="moe_layer",
+            where=where,
         ),
+    )
+
+
+DENSE_MLP = mlp_rules("mlp", "mlp", "ffn", "dense_layer")
+
+
+def expert_rules(
+    router: str = "mlp.gate", experts: str = "mlp.experts", projections: tuple[str, str, str] = _PROJECTIONS
+) -> tuple[Rule, ...]:
+    """Return the rules of a layer's router and experts.
+
+    Hugging Face names: `router`.weight, `experts`.{number}.{projection}.weight.
+    """
+    return (
+        Rule(f"{MEGATRON}.mlp.router.weight", (Source(f"{HF}.{router}.weight", "experts hidden"),), where="moe_layer"),
+        *mlp_rules("mlp.experts.local_experts.{expert}", f"{experts}.{{expert}}", "moe_ffn", "moe_layer", projections),
     )
 
 

@@ -21,6 +21,7 @@ from megarl.models.families.base import (
     MEGATRON,
     NORMS,
     Family,
+    mlp_rules,
     no_attention_bias,
     refuse_single_expert,
 )
@@ -85,22 +86,7 @@ SHARED_EXPERTS = (
         where="moe_layer",
         buffer=True,
     ),
-    Rule(
-        f"{MEGATRON}.mlp.shared_experts.linear_fc1.weight",
-        (
-            Source(f"{HF}.mlp.shared_experts.gate_proj.weight", "shared_ffn hidden"),
-            Source(f"{HF}.mlp.shared_experts.up_proj.weight", "shared_ffn hidden"),
-        ),
-        axis=0,
-        where="moe_layer",
-        per_source=True,
-    ),
-    Rule(
-        f"{MEGATRON}.mlp.shared_experts.linear_fc2.weight",
-        (Source(f"{HF}.mlp.shared_experts.down_proj.weight", "hidden shared_ffn"),),
-        axis=1,
-        where="moe_layer",
-    ),
+    *mlp_rules("mlp.shared_experts", "mlp.shared_experts", "shared_ffn", "moe_layer"),
 )
 
 

@@ -41,9 +41,7 @@ def _read_mixtral(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # The published names. transformers 5 reads and writes them, although its modules are `mlp.gate` and `mlp.experts`.
-_EXPERTS = expert_rules(
-    router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
-)
+_EXPERTS = expert_rules("block_sparse_moe.gate", "block_sparse_moe.experts", projections=("w1", "w3", "w2"))
 
 MIXTRAL_FAMILY = Family(
     "mixtral",

@@ -25,6 +25,7 @@ from megarl.models.families.base import (
     MEGATRON,
     NORMS,
     Family,
+    mlp_rules,
     no_attention_bias,
 )
 from megarl.models.families.vision import language_config
@@ -117,22 +118,7 @@ _SHARED_EXPERT = (
         (Source(f"{HF}.mlp.shared_expert_gate.weight", "one hidden"),),
         where="moe_layer",
     ),
-    Rule(
-        f"{MEGATRON}.mlp.shared_experts.linear_fc1.weight",
-        (
-            Source(f"{HF}.mlp.shared_expert.gate_proj.weight", "shared_ffn hidden"),
-            Source(f"{HF}.mlp.shared_expert.up_proj.weight", "shared_ffn hidden"),
-        ),
-        axis=0,
-        where="moe_layer",
-        per_source=True,
-    ),
-    Rule(
-        f"{MEGATRON}.mlp.shared_experts.linear_fc2.weight",
-        (Source(f"{HF}.mlp.shared_expert.down_proj.weight", "hidden shared_ffn"),),
-        axis=1,
-        where="moe_layer",
-    ),
+    *mlp_rules("mlp.shared_experts", "mlp.shared_expert", "shared_ffn", "moe_layer"),
 )
 
 
