@@ -42,6 +42,9 @@ class GatedDeltaNet(MegatronModule):
         keys, values, self.heads = delta.keys // size, delta.values // size, delta.value_heads // size
         self.sizes = [keys, keys, values]
         linear: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
+        # fla's kernels are for 16 bits on CUDA. A start warns where it is not installed (megarl/run/start/checks.py).
+        half = platforms.current().is_cuda and dtype != torch.float32
+        self.kernels = half and importlib.util.find_spec("fla") is not None
         self.in_proj = ColumnParallelLinear(
             config.hidden_size,
             2 * (delta.keys + delta.values + delta.value_heads),
@@ -98,8 +101,8 @@ class GatedDeltaNet(MegatronModule):
         qkv_TX, z_TX, b_TH, a_TH = projected_TX.split([2 * keys + values, values, self.heads, self.heads], -1)
         beta_TH = b_TH.float().sigmoid()
         g_TH = -self.A_log.exp() * functional.softplus(a_TH.float() + self.dt_bias)
-        rule = _by_kernels if _has_kernels(projected_TX) else _by_torch
-        out_THV = rule(qkv_TX, self.conv1d.weight[:, 0], self.sizes, self.delta, g_TH, beta_TH, bounds)
+        rule = self._by_kernels if self.kernels else self._by_torch
+        out_THV = rule(qkv_TX, g_TH, beta_TH, bounds)
         normed_THV = functional.rms_norm(out_THV.float(), out_THV.shape[-1:], eps=self.config.layernorm_epsilon)
         # Each rank scales other heads. This operator sums the scale's gradient over the ranks; tagging the weight
         # `sequence_parallel` would sum it again.
@@ -108,56 +111,43 @@ class GatedDeltaNet(MegatronModule):
         gated_THV = scaled_THV * functional.silu(z_TX.float()).unflatten(-1, scaled_THV.shape[1:])
         return gated_THV.to(projected_TX.dtype).flatten(1)
 
+    def _by_torch(
+        self, qkv_TX: torch.Tensor, g_TH: torch.Tensor, beta_TH: torch.Tensor, bounds: torch.Tensor
+    ) -> torch.Tensor:
+        """Return [T, H, V]: convolution and delta rule of packed queries, keys and values."""
+        limits = bounds.tolist()
+        q_TGK, k_TGK, v_THV = self._heads(functional.silu(causal_conv(qkv_TX, self.conv1d.weight[:, 0], limits)))
+        return gated_delta_rule(q_TGK, k_TGK, v_THV, g_TH, beta_TH, limits)[0]
+
+    def _by_kernels(
+        self, qkv_TX: torch.Tensor, g_TH: torch.Tensor, beta_TH: torch.Tensor, bounds: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the same with fla's kernels. Tokens beyond the last sequence become one more sequence."""
+        from fla.modules.convolution import causal_conv1d
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        ends = torch.cat([bounds.long(), bounds.new_tensor([len(qkv_TX)]).long()]).unique_consecutive()
+        mixed, _ = causal_conv1d(
+            x=qkv_TX[None].contiguous(), weight=self.conv1d.weight[:, 0], activation="silu", cu_seqlens=ends
+        )
+        q_TGK, k_TGK, v_THV = self._heads(mixed[0])
+        # fla 0.4 needs a key head for each value head. It does not check that.
+        repeats = self.delta.value_heads // self.delta.key_heads
+        q_THK, k_THK = (x.repeat_interleave(repeats, 1) for x in (q_TGK, k_TGK))
+        out, _ = chunk_gated_delta_rule(
+            q_THK[None], k_THK[None], v_THV[None].contiguous(), g=g_TH[None], beta=beta_TH[None].to(v_THV.dtype),
+            use_qk_l2norm_in_kernel=True, cu_seqlens=ends,
+        )  # fmt: skip
+        kept: torch.Tensor = out[0]
+        return kept
+
+    def _heads(self, mixed_TX: torch.Tensor) -> list[torch.Tensor]:
+        """Return queries and keys [T, G, K] and values [T, H, V] of this rank."""
+        sizes = (self.delta.key_dim, self.delta.key_dim, self.delta.value_dim)
+        return [x.unflatten(-1, (-1, size)) for x, size in zip(mixed_TX.split(self.sizes, -1), sizes, strict=True)]
+
 
 class _Weight(torch.nn.Module):
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(weight)
-
-
-def _has_kernels(tensor: torch.Tensor) -> bool:
-    """Return whether fla's kernels can be used: fla is installed, the tensor has 16 bits and is on CUDA."""
-    half = tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
-    return half and importlib.util.find_spec("fla") is not None
-
-
-def _by_torch(
-    qkv_TX: torch.Tensor,
-    weight_XW: torch.Tensor,
-    sizes: list[int],
-    delta: DeltaNet,
-    g_TH: torch.Tensor,
-    beta_TH: torch.Tensor,
-    bounds: torch.Tensor,
-) -> torch.Tensor:
-    """Return [T, H, V]: convolution and delta rule of packed queries, keys and values."""
-    limits = bounds.tolist()
-    q, k, v = functional.silu(causal_conv(qkv_TX, weight_XW, limits)).split(sizes, -1)
-    q_TGK, k_TGK = (x.unflatten(-1, (-1, delta.key_dim)) for x in (q, k))
-    out_THV, _ = gated_delta_rule(q_TGK, k_TGK, v.unflatten(-1, (-1, delta.value_dim)), g_TH, beta_TH, limits)
-    return out_THV
-
-
-def _by_kernels(
-    qkv_TX: torch.Tensor,
-    weight_XW: torch.Tensor,
-    sizes: list[int],
-    delta: DeltaNet,
-    g_TH: torch.Tensor,
-    beta_TH: torch.Tensor,
-    bounds: torch.Tensor,
-) -> torch.Tensor:
-    """Return the same with fla's kernels. Tokens beyond the last sequence become one more sequence."""
-    from fla.modules.convolution import causal_conv1d
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    ends = torch.cat([bounds.long(), bounds.new_tensor([len(qkv_TX)]).long()]).unique_consecutive()
-    mixed, _ = causal_conv1d(x=qkv_TX[None].contiguous(), weight=weight_XW, activation="silu", cu_seqlens=ends)
-    q, k, v = mixed.split(sizes, -1)
-    q, k = (x.unflatten(-1, (-1, delta.key_dim)).contiguous() for x in (q, k))
-    v = v.unflatten(-1, (-1, delta.value_dim)).contiguous()
-    out, _ = chunk_gated_delta_rule(
-        q, k, v, g=g_TH[None], beta=beta_TH[None].to(v.dtype), use_qk_l2norm_in_kernel=True, cu_seqlens=ends
-    )
-    kept: torch.Tensor = out[0]
-    return kept

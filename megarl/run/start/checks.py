@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 
 from megarl.chat.formats import Prompt
 from megarl.checkpoint.save.resume import resume_problems
 from megarl.common.errors import Findings
 from megarl.common.values import GIB
+from megarl.config.checks.sections import detect_device
 from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets, reward_functions
 from megarl.config.schema import Config
 from megarl.config.schema.agent import SINGLE_TURN
@@ -117,9 +119,18 @@ def start_findings(config: Config, info: ModelInfo, tell: Tell | None = None) ->
         found.add(data_file_findings(all_sets(config), tell))
         found.add(_tokenizer_and_agent(config, info, first, whole=tell is not None))
         found.add(Findings(list(weight_problems(loaded, info))))
-        found.add(Findings(list(resume_problems(config, info))))
+        found.add(Findings(list(resume_problems(config, info)), list(_missing_kernels(config, info))))
         found.add(reward_findings(config.reward, calls))
     return found
+
+
+def _missing_kernels(config: Config, info: ModelInfo) -> Iterator[str]:
+    """Yield a warning if DeltaNet layers would run on GPUs without the kernels that the plan counts on."""
+    if info.delta and config.trainer.precision == "bf16" and detect_device() == "cuda" and find_spec("fla") is None:
+        yield (
+            "fla-core is not installed: the trainer's Gated DeltaNet layers run in PyTorch, which is slower and needs "
+            "more memory than the plan counts; run make setup-gpu"
+        )
 
 
 def _tokenizer_and_agent(config: Config, info: ModelInfo, first: Mapping[str, Prompt], *, whole: bool) -> Findings:

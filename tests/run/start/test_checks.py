@@ -17,8 +17,10 @@ from megarl.config.schema.data import DataConfig
 from megarl.data import check_tokenizer
 from megarl.data.dataset import load_prompts
 from megarl.models.hf.read_config import load_info
+from megarl.run.start import checks
 from megarl.run.start.checks import check_start, is_checked, mark_checked, start_findings
 from tests.support.checkout import ROOT
+from tests.support.models.tiny import make_tiny_model
 from tests.support.trainer.check_start import problems_of
 from tests.support.trainer.configs import config, tree
 
@@ -70,6 +72,24 @@ def test_a_missing_and_a_misshapen_tensor_are_named(model: Path, data: Path) -> 
     assert "lm_head.weight in" in problem and "config.json implies" in problem
     unread = config(model, data, reward__function=SHARE, reward__trial_call=False, model__load_weights=False)
     assert check_start(unread, load_info(model)).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "installed", "warned"),
+    [("cuda", "bf16", False, True), ("cuda", "bf16", True, False), ("cuda", "fp32", False, False),
+     ("cpu", "bf16", False, False)],
+)  # fmt: skip
+def test_a_start_warns_where_delta_net_layers_would_run_without_their_kernels(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, device: str, precision: str, installed: bool,
+    warned: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(checks, "detect_device", lambda: device)
+    monkeypatch.setattr(checks, "find_spec", lambda name: object() if installed else None)
+    for family in ("qwen3", "qwen3_5"):
+        model = make_tiny_model(tmp_path / family, family)
+        quiet = config(model, data, reward__trial_call=False, trainer__precision=precision)
+        warnings = start_findings(quiet, load_info(model)).warnings
+        assert ["fla-core is not installed" in each for each in warnings] == [True] * (warned and family == "qwen3_5")
 
 
 def test_a_checkpoint_that_is_to_be_resumed_and_is_not_there_is_reported_too(

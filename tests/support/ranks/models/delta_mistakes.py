@@ -13,7 +13,7 @@ from megatron.core.transformer.attention import Attention
 
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.architecture.mapping import Entry, Piece
-from megarl.models.megatron import delta_net
+from megarl.models.megatron.delta_net import GatedDeltaNet
 from megarl.models.megatron.layer_spec import RMSNorm, ZeroCenteredRMSNorm
 from tests.support.ranks.models import models
 from tests.support.ranks.models.layouts import make_layout, use_layout
@@ -23,13 +23,13 @@ Batch = list[list[list[int]]]
 
 
 def _without_borders() -> AbstractContextManager[Any]:
-    by_torch = delta_net._by_torch
+    by_torch = GatedDeltaNet._by_torch
 
     def as_one_sequence(*arguments: Any) -> torch.Tensor:
         *others, bounds = arguments
         return by_torch(*others, bounds[[0, -1]])
 
-    return patch.object(delta_net, "_by_torch", as_one_sequence)
+    return patch.object(GatedDeltaNet, "_by_torch", as_one_sequence)
 
 
 def _values_and_gates_swapped() -> AbstractContextManager[Any]:
