@@ -15,6 +15,8 @@ KIB = 2**10
 MIB = 2**20
 GIB = 2**30
 
+FP32 = 4  # bytes of one number
+
 
 def gib(size: float) -> str:
     """Return bytes as text in GiB, or in MiB below 0.1 GiB."""

@@ -1,11 +1,6 @@
 """The parameters of each trainer rank, the bytes of their state, and the activations kept for the backward pass.
 
 Sizes follow Megatron-Core's modules and optimizers; tests compare them with real models.
-
-Activations are the tensors that Megatron-Core's modules save, per packed token, with evenly loaded experts. `fused`
-models use Transformer Engine's layer spec (GPUs); others use Megatron's modules with megarl's RMSNorm and packed
-attention on a CPU (in fp32 on a GPU their norms keep one more tensor). Tests compare the unfused kind with the tensors
-that autograd saves; the fused kind is derived from source code only.
 """
 
 from __future__ import annotations
@@ -17,17 +12,25 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megarl.common.values import FP32
 from megarl.config.derived.teachers import trainer_teachers
 from megarl.config.megatron.reserved import ddp_fields, transformer_fields
+from megarl.config.memory_plan import delta_net
+from megarl.config.memory_plan.activations import (
+    Sizes,
+    attention_bytes,
+    expert_bytes,
+    latent_attention_bytes,
+    mlp_bytes,
+    norm_bytes,
+    output_bytes,
+)
 from megarl.config.schema import LOGPROB_CHUNK_ROWS, Config, MegatronConfig, TrainerConfig, WeightSyncConfig
-from megarl.models.architecture.architecture import DELTA_CHUNK, DeltaNet, LatentAttention, ModelInfo
+from megarl.models.architecture.architecture import LatentAttention, ModelInfo
 from megarl.models.families import FAMILIES
 from megarl.models.families.vision import FEATURE_CACHE_BYTES, Trained, trains
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.layout import Layout
-
-FP32 = 4
-CHUNK_ROWS = 1.25  # rows of the delta rule's chunks per token, because sequences end inside chunks. An estimate
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) ->
     hidden, tensor, layers = info.hidden, layout.tensor, layout.chunk_layers(info.num_layers, stage, chunk)
     mixtures = sum(map(info.is_moe_layer, layers))
     attention = _latent_attention(info, info.mla, tensor) if info.mla else _attention(info, tensor)
-    delta = _delta_net(info.delta, hidden, tensor) if info.delta else 0
+    delta = delta_net.parameters(info.delta, hidden, tensor) if info.delta else 0
     held = sum((delta if info.is_delta_layer(each) else attention) + 2 * hidden for each in layers)  # with both norms
     held += (len(layers) - mixtures) * 3 * (info.ffn // tensor) * hidden
     router = (info.num_experts or 0) + info.shared_expert_gate
@@ -83,12 +86,6 @@ def _attention(info: ModelInfo, tensor: int) -> int:
     held = ((3 if info.attention_gate else 2) * q + 2 * kv) // tensor * info.hidden
     held += (q + 2 * kv) // tensor if info.qkv_bias else 0
     return held + (2 * info.head_dim if info.qk_norm else 0)
-
-
-def _delta_net(delta: DeltaNet, hidden: int, tensor: int) -> int:
-    """Return the parameters of a Gated DeltaNet layer on one rank."""
-    held = (2 * delta.keys + 3 * delta.values + 2 * delta.value_heads) // tensor * hidden
-    return held + ((2 * delta.keys + delta.values) * delta.conv + 2 * delta.value_heads) // tensor + delta.value_dim
 
 
 def _latent_attention(info: ModelInfo, mla: LatentAttention, tensor: int) -> int:
@@ -202,30 +199,33 @@ class TrainerRank:
         """The parameters of the vision tower that are not trained."""
         return tower_parameters(self.info, "all") - tower_parameters(self.info, self.trains_vision)
 
+    def _sizes(self, load: float = 1.0) -> Sizes:
+        return Sizes.of(self.info, self.layout, self.element, fused=self.fused, load=load)
+
     def saved_per_token(self, layer: int, load: float = 1.0) -> float:
         """Return the bytes per packed token that one layer keeps under the config's recompute settings.
 
         `load`: rows of this rank's experts, relative to an even distribution.
         """
-        sizes = _Sizes.of(self, load)
+        sizes = self._sizes(load)
         passed = self.transformer
         selective = passed.get("recompute_granularity") == "selective"
         modules = set(passed.get("recompute_modules") or ["core_attn"]) if selective else set()
         if self.info.delta and self.info.is_delta_layer(layer):
-            total = _delta_net_bytes(sizes, self.info.delta, self.layout.tensor)
+            total = delta_net.kept_bytes(self.info.delta, self.layout.tensor, sizes.element, fused=sizes.fused)
         elif self.info.mla:
-            total = _latent_attention_bytes(sizes, self.info.mla, "core_attn" in modules)
+            total = latent_attention_bytes(sizes, self.info.mla, "core_attn" in modules)
         else:
-            total = _attention_bytes(sizes, self.info, "core_attn" in modules)
-        norm = _norm(sizes, sizes.shard)
+            total = attention_bytes(sizes, self.info, "core_attn" in modules)
+        norm = norm_bytes(sizes, sizes.shard)
         total += norm * (1 if "layernorm" not in modules else 0)
         if not self.info.is_moe_layer(layer):
             # The MLP's input is the norm's output, kept by the first linear layer or by the recomputed block.
-            total += sizes.shard * sizes.element + (0 if "mlp" in modules else _mlp(sizes, sizes.ffn))
+            total += sizes.shard * sizes.element + (0 if "mlp" in modules else mlp_bytes(sizes, sizes.ffn))
         else:
             total += sizes.shard * sizes.element
             if "moe" not in modules:
-                total += _experts(sizes, "moe_act" in modules) + _mlp(sizes, sizes.shared_ffn)
+                total += expert_bytes(sizes, "moe_act" in modules) + mlp_bytes(sizes, sizes.shared_ffn)
         total += norm * (1 if "layernorm" not in modules else 0) + sizes.shard * sizes.element
         return total
 
@@ -235,23 +235,23 @@ class TrainerRank:
         Those of its attention or its MLP, whichever is larger, of the norm before, and of two hidden states: residual
         and input. An estimate: modules free some tensors earlier.
         """
-        sizes, info = _Sizes.of(self), self.info
-        attention = _attention_bytes(sizes, info, False)
+        sizes, info = self._sizes(), self.info
+        attention = attention_bytes(sizes, info, False)
         if info.delta and info.is_delta_layer(layer):
-            attention = _delta_net_bytes(sizes, info.delta, self.layout.tensor, rows=1.0)
+            attention = delta_net.kept_bytes(info.delta, self.layout.tensor, sizes.element, fused=sizes.fused, rows=1.0)
         elif info.mla:
-            attention = _latent_attention_bytes(sizes, info.mla, False)
+            attention = latent_attention_bytes(sizes, info.mla, False)
         elif info.qk_norm and not sizes.norm_is_one_function:
             attention -= (sizes.q + sizes.kv) * FP32  # the normalised queries and keys end before attention begins
         width = sizes.shared_ffn if info.is_moe_layer(layer) else sizes.ffn
-        mlp = _mlp(sizes, width)
+        mlp = mlp_bytes(sizes, width)
         if not self.fused:
             mlp += width * sizes.element  # the activated half, alongside its product
         if info.is_moe_layer(layer):
-            mlp += _experts(sizes, False)
+            mlp += expert_bytes(sizes, False)
             if not self.fused:
                 mlp += sizes.routed * sizes.hidden * sizes.element  # the experts' outputs
-        return max(attention, mlp) + _norm(sizes, sizes.shard) + 2 * sizes.shard * sizes.element
+        return max(attention, mlp) + norm_bytes(sizes, sizes.shard) + 2 * sizes.shard * sizes.element
 
     def _without_recompute(self) -> TrainerRank:
         """Return this rank with every activation kept."""
@@ -260,7 +260,7 @@ class TrainerRank:
 
     def chunk_bytes(self, stage: int, chunk: int, load: float = 1.0) -> float:
         """Return the bytes that one micro-batch of `trainer.micro_batch_tokens` keeps in one model chunk."""
-        sizes = _Sizes.of(self)
+        sizes = self._sizes()
         layers = list(self.layout.chunk_layers(self.info.num_layers, stage, chunk))
         passed = self.transformer
         per_token = [self.saved_per_token(layer, load) for layer in layers]
@@ -276,7 +276,7 @@ class TrainerRank:
             kept = sum(per_token)
         predicts = stage == self.layout.pipeline - 1 and chunk == (self.layout.virtual_pipeline or 1) - 1
         if predicts:
-            kept += _output_per_token(sizes)
+            kept += output_bytes(sizes)
         if stage == 0 and chunk == 0:
             kept += 8
         return kept * self.tokens
@@ -296,7 +296,7 @@ class TrainerRank:
         chunks = [self.layout.chunk_layers(count, stage, each) for each in range(self.layout.virtual_pipeline or 1)]
         layers = [layer for chunk in chunks for layer in chunk]
         whole = max((plain.saved_per_token(layer) for layer in layers), default=0.0)
-        released = _output_per_token(_Sizes.of(self)) if stage == self.layout.pipeline - 1 else 0.0
+        released = output_bytes(self._sizes()) if stage == self.layout.pipeline - 1 else 0.0
         if granularity == "full":
             count = int(passed.get("recompute_num_layers") or 1)
             per_chunk = max(map(len, chunks))
@@ -374,136 +374,9 @@ class TrainerRank:
         return max(forward, backward)
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Elements per packed token on one rank; `shard` is the hidden size, divided by TP under sequence parallelism."""
-
-    hidden: int
-    shard: int
-    q: int
-    kv: int
-    head: int
-    ffn: int
-    moe_ffn: int
-    shared_ffn: int
-    context: int
-    routed: float  # expert rows per packed token
-    router: int
-    element: int
-    fused: bool
-
-    @property
-    def norm_is_one_function(self) -> bool:
-        """True for a norm that keeps only its input: Transformer Engine's, and the CPU's in fp32."""
-        return self.fused or self.element == FP32
-
-    @classmethod
-    def of(cls, rank: TrainerRank, load: float = 1.0) -> _Sizes:
-        info, layout, tensor = rank.info, rank.layout, rank.layout.tensor
-        split = tensor if layout.sequence else 1
-        return cls(
-            hidden=info.hidden,
-            shard=info.hidden // split,
-            q=info.heads * info.head_dim // tensor,
-            kv=max(1, info.kv_heads // tensor) * info.head_dim,
-            head=info.head_dim,
-            ffn=info.ffn // tensor,
-            moe_ffn=info.moe_ffn // layout.etp,
-            shared_ffn=info.shared_ffn // tensor,
-            context=layout.context,
-            routed=load * info.topk * layout.etp / split,
-            router=(info.num_experts or 0) // split,
-            element=rank.element,
-            fused=rank.fused,
-        )
-
-
-def _output_per_token(sizes: _Sizes) -> float:
-    """Return the bytes of the final norm, and of the log-prob pass's hidden states and row statistics."""
-    return _norm(sizes, sizes.shard) + sizes.hidden * sizes.element + 40
-
-
 def in_flight_chunks(layout: Layout, stage: int) -> int:
     """Return the largest number of chunk passes whose activations a rank of `stage` holds (1F1B or interleaved)."""
     if layout.virtual_pipeline is None:
         return layout.pipeline - stage
     warmup = (layout.pipeline - stage - 1) * 2 + (layout.virtual_pipeline - 1) * layout.pipeline
     return warmup + 1
-
-
-def _norm(sizes: _Sizes, width: int) -> float:
-    """Return the bytes that RMSNorm keeps besides its output: its input, and the normalised input unless fused."""
-    if sizes.norm_is_one_function:
-        return width * sizes.element + FP32
-    return width * (FP32 + sizes.element) + FP32
-
-
-def _attention_bytes(sizes: _Sizes, info: ModelInfo, recompute_core: bool) -> float:
-    """Return the bytes that grouped-query attention keeps, without its norm."""
-    element = sizes.element
-    mixed = sizes.q + 2 * sizes.kv  # query, key and value are views of one tensor
-    kept: float = mixed * element + (sizes.q + sizes.kv) * element  # the projection, and the rotated query and key
-    if info.qk_norm:
-        if sizes.fused:
-            kept += (sizes.q + sizes.kv) * element
-        elif sizes.norm_is_one_function:
-            kept += sizes.q * element + (sizes.q + sizes.kv) / sizes.head * FP32  # keys are a view of the projection
-        else:
-            kept += (sizes.q + sizes.kv) * (element + FP32)
-    if info.attention_gate:
-        kept += sizes.q * (2 * element + FP32)  # the gate, its sigmoid, and the product
-    if not sizes.fused:
-        kept += 4 * sizes.head * element  # cosines and sines
-    if sizes.context > 1 and not sizes.fused:
-        # All ranks' keys and values instead of the rotated key, and of the projection unless the norm keeps it.
-        kept += (2 * sizes.context - 1) * sizes.kv * element
-        kept -= 0 if info.qk_norm and sizes.norm_is_one_function else mixed * element
-    # The attention's output, and (unfused) the outputs of the sequences concatenated for the projection.
-    outputs = 1 if sizes.fused or recompute_core else 2
-    return kept + outputs * sizes.q * element + (0 if recompute_core else sizes.q / sizes.head * FP32)
-
-
-def _delta_net_bytes(sizes: _Sizes, delta: DeltaNet, tensor: int, rows: float = CHUNK_ROWS) -> float:
-    """Return the bytes that a Gated DeltaNet layer keeps, without its norm. An estimate for fla's kernels."""
-    element, heads, groups = sizes.element, delta.value_heads // tensor, delta.key_heads // tensor
-    keys, values = delta.keys // tensor, delta.values // tensor
-    mixed = 2 * keys + values
-    kept: float = (mixed + values + 2 * heads) * element  # the projection
-    kept += values * (3 * element + 2 * FP32)  # the norm, its scaled result, the gate's SiLU, and their product
-    if sizes.fused:
-        return kept + (2 * mixed + heads * DELTA_CHUNK) * element
-    kept += delta.conv * mixed * element  # the earlier tokens for the convolution, and its result
-    kept += 2 * keys * FP32 + (0 if element == FP32 else (2 * keys + values) * FP32)  # the normalised, and fp32 copies
-    # Inside a chunk: 4 matrices of a value head, 2 of a key head; right sides, solutions, queries, keys, additions.
-    inside: float = (4 * heads + 2 * groups) * DELTA_CHUNK
-    inside += 2 * heads * (delta.value_dim + delta.key_dim) + 2 * heads * delta.key_dim + 2 * keys + values
-    inside += heads * delta.key_dim * delta.value_dim / DELTA_CHUNK  # the states between chunks
-    return kept + rows * inside * FP32
-
-
-def _latent_attention_bytes(sizes: _Sizes, mla: LatentAttention, recompute_core: bool) -> float:
-    """Return the bytes that multi-head latent attention keeps, without its input norm."""
-    element, split = sizes.element, sizes.hidden // sizes.shard
-    heads = sizes.q // sizes.head
-    kept = 4.0 * mla.rotated * element  # cosines and sines
-    for rank in (mla.query_rank or 0, mla.kv_rank):  # norm and scaled result
-        kept += _norm(sizes, rank) / split + rank * element / split
-    values = heads * mla.value
-    padded = values if sizes.fused or recompute_core else sizes.q  # fused attention kernels need equal head sizes
-    gathered = 1 if sizes.fused else sizes.context
-    kept += (sizes.q + gathered * (sizes.q + padded)) * element
-    if recompute_core:
-        return kept + values * element
-    return kept + heads * FP32 + (values if sizes.fused else values + padded) * element
-
-
-def _mlp(sizes: _Sizes, width: int) -> float:
-    """Return the bytes of both halves of the first product, and of the activation."""
-    return 3 * width * sizes.element
-
-
-def _experts(sizes: _Sizes, recompute_activation: bool) -> float:
-    """Return the bytes that the router and the routed experts keep."""
-    router = sizes.router * (FP32 + 1) + sizes.routed * 24
-    rows = sizes.hidden + (sizes.moe_ffn * (2 if recompute_activation else 3))
-    return router + sizes.routed * rows * sizes.element
