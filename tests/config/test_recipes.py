@@ -126,6 +126,7 @@ def test_the_tool_of_retool_is_set_as_published(tmp_path: Path) -> None:
         ("qwen3_8b_gsm8k_8_shared", Pace(1, 1, 0, in_turns=True), None),
         ("qwen3_30b_a3b_grpo_16_shared", Pace(1, 1, 0, in_turns=True), None),
         ("glm4_5_air_grpo_64_shared", Pace(4, 4, 3, in_turns=True), None),
+        ("qwen3_5_35b_a3b_grpo_32", Pace(4, 4, 7), "token_tis"),
         ("deepseek_v3_gsm8k_64x256", Pace(4, 4, 7), "token_tis"),
     ],
 )

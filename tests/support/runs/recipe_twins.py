@@ -23,6 +23,7 @@ RECIPES = {path.stem: path for path in _CONFIGS if not path.stem.endswith("_cpu"
 SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_hidden_layers": 5, **LATENT},  # a first stage of 4, a last one of 1
     "glm4_moe": {"num_hidden_layers": 3, "moe_intermediate_size": 64},
+    "qwen3_5_moe": {"num_hidden_layers": 4, "moe_intermediate_size": 64},
 }
 STAGES = "Et|ttL"  # in the place of a recipe's own text
 RANKS, GROUPS, SAMPLES, RESPONSE_TOKENS = 2, 4, 4, 12
