@@ -15,7 +15,7 @@ GPU_PY := $(GPU_VENV)/bin/python
 # The environment of environments (verifiers, reasoning-gym), whose pins clash with those of .venv.
 ENV_VENV := .venv-environments
 ENV_PY := $(ENV_VENV)/bin/python
-# Triton and Transformer Engine's Python files of requirements/gpu.lock, without CUDA or torch.
+# Triton, and the Python files of Transformer Engine and fla, of requirements/gpu.lock, without CUDA or torch.
 KERNELS_VENV := .venv-kernels
 # Published implementations that tests compare with (verl, AReaL).
 ORACLES ?= .oracles
@@ -183,13 +183,14 @@ nightly-environments: setup-test setup-environments  ## verifiers' client, serve
 	MEGARL_VERIFIERS_PYTHON=$(abspath $(ENV_PY)) $(PY) -m pytest tests/environments \
 	  tests/system/test_verifiers_training.py
 
-nightly-kernels: $(KERNELS_VENV)/.ready  ## The locked Transformer Engine's Triton kernels, compiled for Hopper without a GPU.
+nightly-kernels: setup $(KERNELS_VENV)/.ready  ## The locked Transformer Engine's Triton kernels compiled for Hopper, and fla's run in an interpreter.
 	$(KERNELS_VENV)/bin/python tools/compile_te_kernels.py
+	$(PY) tools/interpret_fla_kernels.py $(KERNELS_VENV)
 
 $(KERNELS_VENV)/.ready: requirements/gpu.lock
 	@echo "setting up $(KERNELS_VENV) (a minute, 0.7 GB)"
 	$(PYTHON) -m venv --clear $(KERNELS_VENV)
-	grep -E '^(triton|transformer-engine|packaging)==' requirements/gpu.lock | \
+	grep -E '^(triton|transformer-engine|fla-core|packaging)==' requirements/gpu.lock | \
 	  $(KERNELS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r /dev/stdin
 	touch $@
 
