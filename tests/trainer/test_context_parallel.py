@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.trainer.batch import TrainSample, pack, unzigzag, zigzag
+from megarl.trainer.batch import pack, unzigzag, zigzag
 from tests.support.losses.samples import train_sample
 from tests.support.models.tensors import merge, worst
 from tests.support.ranks.models.context_mistakes import MUTATIONS
+from tests.support.trainer.rank_fixtures import OnRanks
 
 EXACT = 1e-5
 FOUND = 1e-3  # of a mistake: two orders of magnitude above the bound
@@ -49,17 +49,12 @@ def by_sample(ranks: list[Any]) -> dict[int, torch.Tensor]:
     ],
 )
 def test_logprobs_are_those_of_one_process(
-    world: Callable[[int], Any],
-    model_dir: Callable[[str], Path],
-    samples_of: Callable[[str], list[TrainSample]],
-    ranks: int,
-    model: str,
-    layout: dict[str, int],
-    reference: bool,
+    on_ranks: OnRanks, ranks: int, model: str, layout: dict[str, int], reference: bool
 ) -> None:
-    run: dict[str, Any] = {"model_dir": model_dir(model), "samples": samples_of(model), "reference": reference}
-    got = by_sample(world(ranks).run("tests.support.ranks.training.policy:logprobs", layout=layout, **run))
-    one = by_sample(world(1).run("tests.support.ranks.training.policy:logprobs", layout={}, **run))
+    got, one = (
+        by_sample(on_ranks(size, "training.policy:logprobs", model, layout=split, reference=reference))
+        for size, split in ((ranks, layout), (1, {}))
+    )
     assert got.keys() == one.keys()
     assert max(float((got[index] - one[index]).abs().max()) for index in one) <= EXACT
 
@@ -67,19 +62,10 @@ def test_logprobs_are_those_of_one_process(
 @pytest.mark.world
 @pytest.mark.parametrize("what", MUTATIONS)
 def test_each_mistake_changes_the_gradients_or_the_loss(
-    world: Callable[[int], Any],
-    trained: Callable[..., Any],
-    model_dir: Callable[[str], Path],
-    samples_of: Callable[[str], list[TrainSample]],
-    what: str,
+    on_ranks: OnRanks, trained: Callable[..., Any], what: str
 ) -> None:
     one = trained(1, "dense")
-    results = world(2).run(
-        "tests.support.ranks.models.context_mistakes:mutated",
-        model_dir=model_dir("dense"),
-        samples=samples_of("dense"),
-        what=what,
-    )
+    results = on_ranks(2, "models.context_mistakes:mutated", what=what)
     of_gradients = worst(merge([result["gradients"] for result in results]), one["gradients"])
     (loss,), (expected,) = results[0]["metrics"], one["metrics"]
     error = max(of_gradients, abs(loss["loss"] / expected["loss"] - 1))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,12 +9,11 @@ import pytest
 import torch
 
 from megarl.checkpoint.save.checkpointer import Checkpointer
-from megarl.trainer.batch import TrainSample
 from megarl.trainer.parking import NOTHING, StateMemory
+from tests.support.trainer.rank_fixtures import OnRanks
 
 pytestmark = pytest.mark.world
 
-RANK = "tests.support.ranks.training.parking"
 BF16 = {"trainer__precision": "bf16"}
 PLAIN = {"trainer__optimizer__distributed": False}
 CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
@@ -26,16 +23,12 @@ CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (2, "tied", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     (2, "moe", {"expert": 2}, BF16),
 ]
-GetModel = Callable[[str], Path]
-GetSamples = Callable[[str], list[TrainSample]]
 
 
 @pytest.fixture
-def updated(world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples) -> Callable[..., Any]:
-    def run(ranks: int, model: str, layout: dict[str, Any], **options: Any) -> Any:
-        return world(ranks).run(
-            f"{RANK}:updates", model_dir=model_dir(model), layout=layout, samples=samples_of(model), **options
-        )
+def updated(on_ranks: OnRanks) -> OnRanks:
+    def run(ranks: int, model: str, layout: dict[str, Any], **options: Any) -> list[Any]:
+        return on_ranks(ranks, "training.parking:updates", model, layout=layout, **options)
 
     return run
 
@@ -50,7 +43,7 @@ def same(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> bool:
 
 @pytest.mark.parametrize(("ranks", "model", "layout", "changes"), CASES)
 def test_parked_state_is_that_of_a_trainer_that_keeps_it(
-    updated: Callable[..., Any], ranks: int, model: str, layout: dict[str, Any], changes: dict[str, Any]
+    updated: OnRanks, ranks: int, model: str, layout: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     kept = updated(ranks, model, layout, park=False, **changes)
     parked = updated(ranks, model, layout, park=True, **changes)
@@ -64,19 +57,15 @@ def test_parked_state_is_that_of_a_trainer_that_keeps_it(
 
 
 @pytest.mark.parametrize("part", ["weights", "optimizer", "frozen"])
-def test_a_block_that_is_lost_is_seen(updated: Callable[..., Any], part: str) -> None:
+def test_a_block_that_is_lost_is_seen(updated: OnRanks, part: str) -> None:
     kept = updated(1, "dense", {}, park=False)
     lost = updated(1, "dense", {}, park=True, lose=part)
     changed = not same(kept, lost)
     assert changed if part != "frozen" else not all(map(torch.equal, kept[0]["reference"], lost[0]["reference"]))
 
 
-def test_gradients_come_back_as_zeros_whatever_their_memory_held(
-    world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples
-) -> None:
-    (zero,) = world(1).run(
-        f"{RANK}:dirty_gradients", model_dir=model_dir("dense"), layout={}, samples=samples_of("dense")
-    )
+def test_gradients_come_back_as_zeros_whatever_their_memory_held(on_ranks: OnRanks) -> None:
+    (zero,) = on_ranks(1, "training.parking:dirty_gradients", layout={})
     assert zero and all(zero)
 
 

@@ -14,6 +14,7 @@ from megarl.trainer.batch import TrainSample
 from tests.support.losses.rl_problem import dense_dims, plain_logprobs
 from tests.support.models.tensors import worst
 from tests.support.models.tiny import make_tiny_model
+from tests.support.trainer.rank_fixtures import OnRanks
 
 pytestmark = pytest.mark.world
 
@@ -45,19 +46,10 @@ def gathered(ranks: list[Any]) -> dict[int, torch.Tensor]:
     ],
 )
 def test_logprobs_are_those_of_transformers(
-    world: Callable[[int], Any],
-    model_dir: GetModel,
-    samples_of: GetSamples,
-    ranks: int,
-    model: str,
-    layout: dict[str, Any],
+    on_ranks: OnRanks, model_dir: GetModel, samples_of: GetSamples, ranks: int, model: str, layout: dict[str, Any]
 ) -> None:
     samples = samples_of(model)
-    got = gathered(
-        world(ranks).run(
-            "tests.support.ranks.training.policy:logprobs", model_dir=model_dir(model), layout=layout, samples=samples
-        )
-    )
+    got = gathered(on_ranks(ranks, "training.policy:logprobs", model, layout=layout))
     plain = AutoModelForCausalLM.from_pretrained(model_dir(model), dtype=torch.float32)
     assert sorted(got) == list(range(len(samples)))
     for index, sample in enumerate(samples):
@@ -65,33 +57,18 @@ def test_logprobs_are_those_of_transformers(
             torch.testing.assert_close(got[index], plain_logprobs(plain, sample)[0], atol=2e-5, rtol=0)
 
 
-def test_the_reference_has_its_own_weights(
-    world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples, tmp_path: Path
-) -> None:
+def test_the_reference_has_its_own_weights(on_ranks: OnRanks, samples_of: GetSamples, tmp_path: Path) -> None:
     other = make_tiny_model(tmp_path, "qwen3", seed=9, **dense_dims())
-    samples = samples_of("dense")
-    got = gathered(
-        world(2).run(
-            "tests.support.ranks.training.policy:logprobs",
-            model_dir=model_dir("dense"),
-            layout={"pipeline": 2},
-            samples=samples,
-            reference=True,
-            reference__path=other,
-        )
-    )
+    changes = {"layout": {"pipeline": 2}, "reference": True, "reference__path": other}
+    got = gathered(on_ranks(2, "training.policy:logprobs", **changes))
     plain = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
-    for index, sample in enumerate(samples):
+    for index, sample in enumerate(samples_of("dense")):
         with torch.no_grad():
             torch.testing.assert_close(got[index], plain_logprobs(plain, sample)[0], atol=2e-5, rtol=0)
 
 
-def test_without_a_kl_coefficient_there_is_no_reference(
-    world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples
-) -> None:
-    got = world(1).run(
-        "tests.support.ranks.training.policy:no_reference", model_dir=model_dir("dense"), samples=samples_of("dense")
-    )
+def test_without_a_kl_coefficient_there_is_no_reference(on_ranks: OnRanks) -> None:
+    got = on_ranks(1, "training.policy:no_reference")
     assert "algorithm.kl.coef is 0" in got[0]
 
 
@@ -242,40 +219,24 @@ def test_expert_bias_counts_real_tokens_only_and_stays_fp32(
         ("too_long", "micro_batch_tokens=8"),
     ],
 )
-def test_bad_mini_batches_are_refused(
-    world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples, what: str, message: str
-) -> None:
-    got = world(2).run(
-        "tests.support.ranks.training.policy:refused",
-        model_dir=model_dir("dense"),
-        samples=samples_of("dense"),
-        what=what,
-    )
+def test_bad_mini_batches_are_refused(on_ranks: OnRanks, what: str, message: str) -> None:
+    got = on_ranks(2, "training.policy:refused", what=what)
     assert all(message in text for text in got), got
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_nan_stops_every_rank_before_any_weight_or_the_schedule_changed(
-    world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples, what: str
-) -> None:
-    for message, unchanged in world(2).run(
-        "tests.support.ranks.training.policy:non_finite",
-        model_dir=model_dir("dense"),
-        samples=samples_of("dense"),
-        what=what,
-    ):
+def test_nan_stops_every_rank_before_any_weight_or_the_schedule_changed(on_ranks: OnRanks, what: str) -> None:
+    for message, unchanged in on_ranks(2, "training.policy:non_finite", what=what):
         assert "no weight was changed" in message and what in message and unchanged
 
 
-def test_learning_rate_schedule_counts_updates(
-    world: Callable[[int], Any], model_dir: GetModel, samples_of: GetSamples
-) -> None:
-    run = {"model_dir": model_dir("dense"), "layout": {}, "samples": samples_of("dense")[:2], "steps": 4}
+def test_learning_rate_schedule_counts_updates(on_ranks: OnRanks, samples_of: GetSamples) -> None:
+    run = {"layout": {}, "samples": samples_of("dense")[:2], "steps": 4}
     options = {
         "run__steps": 4,
         "trainer__optimizer__warmup_steps": 2,
         "trainer__optimizer__schedule": "linear",
         "trainer__optimizer__min_lr": 1e-4,
     }
-    metrics = world(1).run("tests.support.ranks.training.policy:train", **run, **options)[0]["metrics"]
+    metrics = on_ranks(1, "training.policy:train", **run, **options)[0]["metrics"]
     assert [m["lr"] for m in metrics] == pytest.approx([5e-4, 1e-3, 5.5e-4, 1e-4])

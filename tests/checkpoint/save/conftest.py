@@ -1,21 +1,28 @@
-"""Tiny models and samples as the trainer's tests have them, in place of the models of tests/checkpoint/conftest.py."""
+"""Tiny models and samples as the trainer's tests have them, and the checkpoints of runs with them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megarl.trainer.batch import TrainSample
-from tests.support.losses.rl_problem import rl_models, rl_samples
+from tests.support.trainer.rank_fixtures import OnRanks, model_dir, on_ranks, samples_of
+
+__all__ = ["model_dir", "on_ranks", "samples_of"]
 
 
 @pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return rl_models(tmp_path_factory.mktemp("saved-models"))
+def saved(on_ranks: OnRanks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, list[Any]]]:
+    """`saved(function, ranks, model, layout)`: the checkpoints' directory and each rank's results, made once."""
+    known: dict[str, tuple[Path, list[Any]]] = {}
 
+    def get(function: str, ranks: int, model: str, layout: dict[str, Any], **changes: Any) -> tuple[Path, list[Any]]:
+        key = repr((function, ranks, model, layout, sorted(changes.items())))
+        if key not in known:
+            root = tmp_path_factory.mktemp("checkpoints")
+            known[key] = root, on_ranks(ranks, function, model, layout=layout, root=root, **changes)
+        return known[key]
 
-@pytest.fixture(scope="session")
-def samples_of(model_dir: Callable[[str], Path]) -> Callable[[str], list[TrainSample]]:
-    return rl_samples(model_dir)
+    return get

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 import torch
 
 from megarl.checkpoint.save.checkpointer import FIRST_SAVE_S, is_affordable
-from megarl.trainer.batch import TrainSample
 from tests.support.checkout import PROMPTS
 from tests.support.models.tensors import merge
+from tests.support.trainer.rank_fixtures import OnRanks
 from tests.support.worlds.world import World
 
 pytestmark = pytest.mark.world
@@ -23,6 +24,8 @@ PLAIN = {"trainer__optimizer__distributed": False}
 BUCKETS = {"megatron__ddp": {"overlap_grad_reduce": True, "bucket_size": 20000}}  # several, padded behind
 BF16 = {"trainer__precision": "bf16"}
 BIAS = {"megatron__transformer": {"moe_router_bias_update_rate": 0.01}}
+Saved = Callable[..., tuple[Path, list[dict[str, Any]]]]
+SAVING = "checkpoints.saving"
 
 
 def test_a_planned_save_takes_a_fiftieth_of_the_time_since_the_last_one() -> None:
@@ -38,33 +41,6 @@ def test_the_clock_of_the_first_rank_plans_the_saves_of_all(
     )
     # The third by the clock, the fifth because keep_every wants it, the last one always.
     assert results == [[False, False, True, False, True, False, False, True]] * 2
-
-
-Save = Callable[..., tuple[Path, list[dict[str, Any]]]]
-
-
-@pytest.fixture(scope="session")
-def save(
-    world: Callable[[int], World],
-    model_dir: Callable[[str], Path],
-    samples_of: Callable[[str], list[TrainSample]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Save:
-    """`save(ranks, model, layout)`: the checkpoint's directory and every rank's results; each is made once."""
-    known: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
-
-    def get(ranks: int, model: str, layout: dict[str, Any], **changes: Any) -> tuple[Path, list[dict[str, Any]]]:
-        key = repr((ranks, model, layout, sorted(changes.items())))
-        if key not in known:
-            root = tmp_path_factory.mktemp("checkpoints")
-            arguments = {"model_dir": model_dir(model), "layout": layout, "samples": samples_of(model), "root": root}
-            results = world(ranks).run(
-                "tests.support.ranks.checkpoints.saving:save_and_go_on", timeout=240, **arguments, **changes
-            )
-            known[key] = root, results
-        return known[key]
-
-    return get
 
 
 def equal(first: Any, second: Any) -> bool:
@@ -96,21 +72,10 @@ def equal(first: Any, second: Any) -> bool:
     ],
 )
 def test_the_same_layout_goes_on_bit_for_bit(
-    world: Callable[[int], World],
-    model_dir: Callable[[str], Path],
-    samples_of: Callable[[str], list[TrainSample]],
-    save: Save,
-    ranks: int,
-    model: str,
-    layout: dict[str, Any],
-    changes: dict[str, Any],
+    on_ranks: OnRanks, saved: Saved, ranks: int, model: str, layout: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    root, unbroken = save(ranks, model, layout, **changes)
-    resumed = world(ranks).run(
-        "tests.support.ranks.checkpoints.saving:resume_and_go_on", timeout=240, model_dir=model_dir(model),
-        layout=layout,
-        samples=samples_of(model), root=root, **changes,
-    )  # fmt: skip
+    root, unbroken = saved(f"{SAVING}:save_and_go_on", ranks, model, layout, **changes)
+    resumed = on_ranks(ranks, f"{SAVING}:resume_and_go_on", model, layout=layout, root=root, **changes)
     for before, after in zip(unbroken, resumed, strict=True):
         assert after["record"]["note"] == "kept" and after["record"]["step"] == 3
         for part in before["saved"]:
@@ -121,25 +86,17 @@ def test_the_same_layout_goes_on_bit_for_bit(
 
 @pytest.mark.parametrize(("ranks_per_host", "shared"), [(2, 0), (1, 1)])
 def test_ranks_of_several_hosts_read_for_each_other(
-    world: Callable[[int], World],
-    model_dir: Callable[[str], Path],
-    samples_of: Callable[[str], list[TrainSample]],
-    save: Save,
-    ranks_per_host: int,
-    shared: int,
+    on_ranks: OnRanks, saved: Saved, ranks_per_host: int, shared: int
 ) -> None:
-    root, unbroken = save(2, "dense", {})
-    resumed = world(2).run(
-        "tests.support.ranks.checkpoints.saving:resume_on", timeout=240, ranks_per_host=ranks_per_host,
-        model_dir=model_dir("dense"), layout={}, samples=samples_of("dense"), root=root,
-    )  # fmt: skip
+    root, unbroken = saved(f"{SAVING}:save_and_go_on", 2, "dense", {})
+    resumed = on_ranks(2, f"{SAVING}:resume_on", ranks_per_host=ranks_per_host, layout={}, root=root)
     for before, after in zip(unbroken, resumed, strict=True):
         assert after["shared"] == shared
         assert all(equal(before[when][part], after[when][part]) for when in ("saved", "end") for part in before[when])
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded", "model"),
+    ("before", "after", "model"),
     [
         ((2, TP2), (2, PP2), "dense"),
         ((2, TP2), (2, PP2), "delta"),
@@ -161,21 +118,11 @@ def test_ranks_of_several_hosts_read_for_each_other(
     ],
 )
 def test_another_layout_goes_on_as_closely_as_layouts_agree(
-    world: Callable[[int], World],
-    model_dir: Callable[[str], Path],
-    samples_of: Callable[[str], list[TrainSample]],
-    save: Save,
-    saved: tuple[int, dict[str, Any]],
-    loaded: tuple[int, dict[str, Any]],
-    model: str,
+    on_ranks: OnRanks, saved: Saved, before: tuple[int, dict[str, Any]], after: tuple[int, dict[str, Any]], model: str
 ) -> None:
-    root, unbroken = save(*saved[:1], model, saved[1])
-    ranks, layout = loaded
-    resumed = world(ranks).run(
-        "tests.support.ranks.checkpoints.saving:resume_and_go_on", timeout=240, model_dir=model_dir(model),
-        layout=layout,
-        samples=samples_of(model), root=root,
-    )  # fmt: skip
+    root, unbroken = saved(f"{SAVING}:save_and_go_on", before[0], model, before[1])
+    ranks, layout = after
+    resumed = on_ranks(ranks, f"{SAVING}:resume_and_go_on", model, layout=layout, root=root)
     assert any("the layout differs" in line for line in resumed[0]["said"])
     start = merge([result["saved"]["weights"] for result in unbroken])
     end = merge([result["end"]["weights"] for result in unbroken])
@@ -189,18 +136,10 @@ def test_another_layout_goes_on_as_closely_as_layouts_agree(
 
 @pytest.mark.parametrize(("before", "after"), [({}, PLAIN), (PLAIN, {})])
 def test_a_distributed_optimizer_and_a_whole_one_load_each_other(
-    world: Callable[[int], World],
-    model_dir: Callable[[str], Path],
-    samples_of: Callable[[str], list[TrainSample]],
-    save: Save,
-    before: dict[str, Any],
-    after: dict[str, Any],
+    on_ranks: OnRanks, saved: Saved, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    root, unbroken = save(2, "dense", {}, **before)
-    resumed = world(2).run(
-        "tests.support.ranks.checkpoints.saving:resume_and_go_on", timeout=240, model_dir=model_dir("dense"), layout={},
-        samples=samples_of("dense"), root=root, **after,
-    )  # fmt: skip
+    root, unbroken = saved(f"{SAVING}:save_and_go_on", 2, "dense", {}, **before)
+    resumed = on_ranks(2, f"{SAVING}:resume_and_go_on", layout={}, root=root, **after)
     assert [each["prepared"] for each in resumed] == [[3], []], "rank 0 prepares for the checkpoint that is loaded"
     for was, now in zip(unbroken, resumed, strict=True):
         assert equal(was["saved"]["weights"], now["saved"]["weights"])
@@ -210,104 +149,52 @@ def test_a_distributed_optimizer_and_a_whole_one_load_each_other(
             assert float((now["end"]["weights"][name] - value).norm()) <= DEVIATION * moved, name
 
 
-def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
-    world: Callable[[int], World],
-    model_dir: Callable[[str], Path],
-    samples_of: Callable[[str], list[TrainSample]],
-    tmp_path: Path,
-) -> None:
-    arguments = {"model_dir": model_dir("dense"), "samples": samples_of("dense"), "root": tmp_path}
-    first, second = world(2).run("tests.support.ranks.checkpoints.saving:full_disk", **arguments)
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(on_ranks: OnRanks, tmp_path: Path) -> None:
+    first, second = on_ranks(2, f"{SAVING}:full_disk", root=tmp_path)
     assert first["outcomes"] == second["outcomes"] == [True, False, False, True]
     assert first["steps"] == [1, 4]
     failures = [line for line in first["said"] if "could NOT be saved" in line]
     assert "step 2" in failures[0] and "rank 1" in failures[0] and "No space left" in failures[0]
     assert "step 3" in failures[1] and "newest checkpoint: step 1" in failures[1]
     (tmp_path / "file").write_text("")
-    for result in world(2).run("tests.support.ranks.checkpoints.saving:refused_target", **arguments):
+    for result in on_ranks(2, f"{SAVING}:refused_target", root=tmp_path):
         assert result["saved"] is False and "could NOT be saved" in result["said"][0]
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_the_best_checkpoint_stays_alongside_the_newest(
-    world: Callable[[int], World],
-    model_dir: Callable[[str], Path],
-    samples_of: Callable[[str], list[TrainSample]],
-    tmp_path: Path,
-    later: bool,
-) -> None:
+def test_the_best_checkpoint_stays_alongside_the_newest(on_ranks: OnRanks, tmp_path: Path, later: bool) -> None:
     """So it does if evaluations end after the saves, as that of the last step does."""
-    arguments = {"model_dir": model_dir("dense"), "samples": samples_of("dense"), "root": tmp_path}
     chosen = {"metric": "eval/held/greedy", "values": [0.2, 0.9, 0.5, None, 0.9], "later": later}
-    results = world(2).run("tests.support.ranks.checkpoints.saving:keep_best", **arguments, **chosen)
+    results = on_ranks(2, f"{SAVING}:keep_best", root=tmp_path, **chosen)
     assert results == [[[1], [2], [2, 3], [2, 4], [2, 5]]] * 2
 
 
-def test_a_save_does_not_sweep_what_a_timed_out_one_still_writes(
-    world: Callable[[int], World],
-    model_dir: Callable[[str], Path],
-    samples_of: Callable[[str], list[TrainSample]],
-    tmp_path: Path,
-) -> None:
-    arguments = {"model_dir": model_dir("dense"), "samples": samples_of("dense"), "root": tmp_path}
-    for result in world(2).run("tests.support.ranks.checkpoints.saving:hanging_disk", **arguments):
+def test_a_save_does_not_sweep_what_a_timed_out_one_still_writes(on_ranks: OnRanks, tmp_path: Path) -> None:
+    for result in on_ranks(2, f"{SAVING}:hanging_disk", root=tmp_path):
         assert result["outcomes"] == [False, False, True] and result["untouched"]
         assert result["failure"].startswith("the checkpoint of step 2 could not be saved: a rank is still writing")
         assert result["last"] is None
 
 
-def test_checkpoints_of_another_history_are_set_aside(
-    world: Callable[[int], World],
-    model_dir: Callable[[str], Path],
-    samples_of: Callable[[str], list[TrainSample]],
-    tmp_path: Path,
-) -> None:
-    root = tmp_path / "checkpoints"
-    arguments = {"model_dir": model_dir("dense"), "samples": samples_of("dense"), "root": root}
-    for result in world(2).run("tests.support.ranks.checkpoints.saving:histories", **arguments):
+def test_checkpoints_of_another_history_are_set_aside(on_ranks: OnRanks, tmp_path: Path) -> None:
+    for result in on_ranks(2, f"{SAVING}:histories", root=tmp_path / "checkpoints"):
         later = ["iter_0000002.rolled_back", "iter_0000003.rolled_back"]
         assert result["found"] == [(1, [1], later), (0, [], ["iter_0000001.replaced", *later])]
 
 
-def test_another_model_is_refused_on_every_rank(
-    world: Callable[[int], World],
-    model_dir: Callable[[str], Path],
-    samples_of: Callable[[str], list[TrainSample]],
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("other", "prompts", "message"),
+    [
+        ("tied", None, "belongs to another run.*tied"),
+        ("dense", "as_many.jsonl", "data.path: its content differs"),
+        ("dense", "gone.jsonl", r"/gone\.jsonl"),
+    ],
+)
+def test_another_model_and_other_or_no_prompts_are_refused_on_every_rank(
+    on_ranks: OnRanks, model_dir: Callable[[str], Path], tmp_path: Path, other: str, prompts: str | None, message: str
 ) -> None:
-    arguments = {"model_dir": model_dir("dense"), "other": model_dir("tied"), "samples": samples_of("dense")}
-    for result in world(2).run(
-        "tests.support.ranks.checkpoints.saving:contradiction", **arguments, root=tmp_path / "checkpoints"
-    ):
-        assert len(result) == 1 and "belongs to another run" in result[0] and "tied" in result[0]
-
-
-def test_other_prompts_are_refused_on_every_rank(
-    world: Callable[[int], World],
-    model_dir: Callable[[str], Path],
-    samples_of: Callable[[str], list[TrainSample]],
-    tmp_path: Path,
-) -> None:
-    prompts = tmp_path / "as_many.jsonl"
-    prompts.write_text(PROMPTS.read_text().replace("5", "6"))
-    arguments = {"model_dir": model_dir("dense"), "other": model_dir("dense"), "samples": samples_of("dense")}
+    (tmp_path / "as_many.jsonl").write_text(PROMPTS.read_text().replace("5", "6"))
+    changes = {"data__path": tmp_path / prompts} if prompts else {}
     root = tmp_path / "checkpoints"
-    for result in world(2).run(
-        "tests.support.ranks.checkpoints.saving:contradiction", **arguments, root=root, data__path=prompts
-    ):
-        assert len(result) == 1 and "data.path: its content differs" in result[0]
-
-
-def test_prompts_that_are_gone_leave_no_rank_waiting(
-    world: Callable[[int], World],
-    model_dir: Callable[[str], Path],
-    samples_of: Callable[[str], list[TrainSample]],
-    tmp_path: Path,
-) -> None:
-    arguments = {"model_dir": model_dir("dense"), "other": model_dir("dense"), "samples": samples_of("dense")}
-    root = tmp_path / "checkpoints"
-    gone = tmp_path / "gone.jsonl"
-    for result in world(2).run(
-        "tests.support.ranks.checkpoints.saving:contradiction", **arguments, root=root, data__path=gone
-    ):
-        assert len(result) == 1 and str(gone) in result[0]
+    for result in on_ranks(2, f"{SAVING}:contradiction", other=model_dir(other), root=root, **changes):
+        assert len(result) == 1 and re.search(message, result[0], re.DOTALL), result

@@ -11,38 +11,14 @@ import pytest
 import torch
 
 from megarl.checkpoint.format.megatron_files import MegatronDirectory
-from megarl.trainer.batch import TrainSample
 from tests.support.models.tensors import merge
-from tests.support.worlds.world import World
+from tests.support.trainer.rank_fixtures import OnRanks
 
 pytestmark = pytest.mark.world
 
 TP2, PP2, EP2 = {"tensor": 2}, {"pipeline": 2}, {"expert": 2}
-Saved = Callable[[int, str, dict[str, Any]], tuple[Path, list[dict[str, Any]]]]
-
-
-@pytest.fixture(scope="module")
-def saved(
-    world: Callable[[int], World],
-    model_dir: Callable[[str], Path],
-    samples_of: Callable[[str], list[TrainSample]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Saved:
-    """The directory of the checkpoint after step 3, and every rank's results; each is made once."""
-    known: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
-
-    def get(ranks: int, model: str, layout: dict[str, Any]) -> tuple[Path, list[dict[str, Any]]]:
-        key = repr((ranks, model, layout))
-        if key not in known:
-            root = tmp_path_factory.mktemp("refreshed")
-            known[key] = root, world(ranks).run(
-                "tests.support.ranks.training.refresh:refresh_and_save", timeout=240, model_dir=model_dir(model),
-                layout=layout,
-                samples=samples_of(model), root=root,
-            )  # fmt: skip
-        return known[key]
-
-    return get
+Saved = Callable[..., tuple[Path, list[dict[str, Any]]]]
+SAVE = "training.refresh:refresh_and_save"
 
 
 def whole(results: list[dict[str, Any]], *names: str) -> dict[str, torch.Tensor]:
@@ -68,7 +44,7 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 def test_the_reference_has_the_weights_of_the_step_at_which_it_took_them(
     saved: Saved, ranks: int, model: str, layout: dict[str, Any]
 ) -> None:
-    _, got = saved(ranks, model, layout)
+    _, got = saved(SAVE, ranks, model, layout)
     assert got[0]["due"] == [False, True, False, True]
     assert [got[0][f"reference {step}"]["step"] for step in range(1, 5)] == [0, 2, 2, 4]
     first = whole(got, "first", "weights")
@@ -95,19 +71,10 @@ def test_the_reference_has_the_weights_of_the_step_at_which_it_took_them(
     ],
 )
 def test_a_load_brings_the_reference_back(
-    world: Callable[[int], World],
-    model_dir: Callable[[str], Path],
-    samples_of: Callable[[str], list[TrainSample]],
-    saved: Saved,
-    before: tuple[int, dict[str, Any]],
-    after: tuple[int, dict[str, Any]],
-    model: str,
+    on_ranks: OnRanks, saved: Saved, before: tuple[int, dict[str, Any]], after: tuple[int, dict[str, Any]], model: str
 ) -> None:
-    root, unbroken = saved(before[0], model, before[1])
-    got = world(after[0]).run(
-        "tests.support.ranks.training.refresh:resume", timeout=240, model_dir=model_dir(model), layout=after[1],
-        samples=samples_of(model), root=root,
-    )  # fmt: skip
+    root, unbroken = saved(SAVE, before[0], model, before[1])
+    got = on_ranks(after[0], "training.refresh:resume", model, layout=after[1], root=root)
     assert all(found["reference 3"]["step"] == 2 and found["reference 4"]["step"] == 4 for found in got)
     assert equal(whole(got, "policy 3"), whole(unbroken, "policy 3"))
     assert equal(whole(got, "reference 3", "weights"), whole(unbroken, "reference 3", "weights"))
@@ -117,17 +84,9 @@ def test_a_load_brings_the_reference_back(
             assert equal(mine["reference 4"]["weights"], theirs["reference 4"]["weights"])
 
 
-def test_a_run_without_a_reference_and_a_reader_of_weights_leave_it_alone(
-    world: Callable[[int], World],
-    model_dir: Callable[[str], Path],
-    samples_of: Callable[[str], list[TrainSample]],
-    saved: Saved,
-) -> None:
-    root, unbroken = saved(2, "dense", {})
-    got = world(1).run(
-        "tests.support.ranks.training.refresh:resume", timeout=240, model_dir=model_dir("dense"), layout={},
-        samples=samples_of("dense"), root=root, algorithm__kl__coef=0.0,
-    )  # fmt: skip
+def test_a_run_without_a_reference_and_a_reader_of_weights_leave_it_alone(on_ranks: OnRanks, saved: Saved) -> None:
+    root, unbroken = saved(SAVE, 2, "dense", {})
+    got = on_ranks(1, "training.refresh:resume", layout={}, root=root, algorithm__kl__coef=0.0)
     assert equal(whole(got, "policy 3"), whole(unbroken, "policy 3"))
     (step,) = root.glob("iter_*")
     model = MegatronDirectory(step)
