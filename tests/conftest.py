@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch looks up the name of the address of each connection to a store: 10 s each where no name server answers.
@@ -111,6 +112,14 @@ def end_of_events() -> Iterator[None]:
     yield
     if (events := sys.modules.get("megarl.telemetry.trace.events")) is not None:
         events.close_events()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 with random weights and a tokenizer, not to be changed."""
+    from tests.support.models.tiny import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("shared") / "model")
 
 
 @pytest.fixture(scope="session")

@@ -20,12 +20,6 @@ from megarl.common.errors import ConfigError, RolloutError
 from megarl.common.rundir.notices import write_notice
 from megarl.evaluation.accuracy import SampleFailure, ScoredResponse
 from megarl.evaluation.harness import evaluate_set
-from tests.support.models.tiny import make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("eval") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,7 @@ from megarl.common.rundir.run_lock import LAUNCH_ID_VARIABLE, Holder, Sighting, 
 from megarl.run.start import main as trainer
 from tests.support.checkout import ROOT
 from tests.support.checkpoints.tree import tree_of
-from tests.support.models.tiny import make_tiny_model
 from tests.support.trainer.configs import tree, write_problems
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("refused") / "model")
 
 
 @pytest.fixture

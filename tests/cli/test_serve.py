@@ -16,13 +16,7 @@ from megarl.cli.main import build_parser, main
 from megarl.cli.serve import serve_config
 from megarl.common.process.processes import descendants, is_alive
 from tests.support.checkout import ROOT
-from tests.support.models.tiny import make_tiny_model
 from tests.support.waiting import wait_until
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("serve") / "model")
 
 
 def test_options_and_overrides_become_a_config_that_only_serves(model: Path, tmp_path: Path) -> None:

@@ -13,12 +13,6 @@ from megarl.chat.tokenize import PromptEncoder, PromptTooLongError, end_of_turn_
 from megarl.config.schema.data import DataConfig
 from megarl.data.dataset import load_prompts
 from megarl.data.demonstrations import DemonstrationEncoder, end_token
-from tests.support.models.tiny import make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("demonstrations") / "model")
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -18,15 +18,9 @@ from megarl.common.rundir.run_files import ExitRecord
 from megarl.common.rundir.run_lock import CLAIM_FILE, Holder
 from megarl.config.loading.load import config_from_tree
 from megarl.config.schema import Config
-from tests.support.models.tiny import make_tiny_model
 from tests.support.trainer.configs import tree, write_problems
 
 HERE = local_allocation(("127.0.0.1",))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("launch-model"))
 
 
 @pytest.fixture

@@ -36,18 +36,12 @@ from megarl.telemetry.sinks import sinks
 from megarl.telemetry.trace import events
 from megarl.weights.plan.settings import SyncReport
 from tests.support.measures.growth import growth_per_step, held_bytes
-from tests.support.models.tiny import make_tiny_model
 from tests.support.trainer.configs import config as config_of
 from tests.support.trainer.recorded_steps import make_batch
 from tests.support.trainer.trained_groups import trained_as_planned
 
 PEAK_GIB = 1.5
 ROWS = make_batch(0)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("recorder") / "model")
 
 
 @pytest.fixture
