@@ -69,15 +69,22 @@ def both_schemes(model_dir: str, **sizes: Any) -> tuple[Places, Places]:
         return ours, theirs
 
 
+def _make(step: str, files: Path | None = None) -> None:
+    """Make the directory of a checkpoint, with a copy of these Hugging Face files."""
+    if torch.distributed.get_rank() == 0:
+        Path(step).mkdir(parents=True)
+        if files is not None:
+            shutil.copytree(files, Path(step) / HF_FILES)
+    torch.distributed.barrier()
+
+
 def save(model_dir: str, step: str, precision: str = "fp32", **sizes: Any) -> None:
     """Load Hugging Face weights under the layout, save the model by Megatron-Core."""
     layout = make_layout(**sizes)
     with use_layout(layout):
         info, chunks = build(model_dir, layout, precision)
         load_weights(chunks, info, model_dir)
-        if torch.distributed.get_rank() == 0:
-            Path(step).mkdir(parents=True)
-        torch.distributed.barrier()
+        _make(step)
         dist_checkpointing.save(model_sharded_state_dict(chunks, info), step, content_metadata=content_metadata())
 
 
@@ -87,10 +94,7 @@ def save_by_megatron(model_dir: str, step: str, **sizes: Any) -> None:
     with use_layout(layout):
         info, (chunk,) = build(model_dir, layout)
         load_weights([chunk], info, model_dir)
-        if torch.distributed.get_rank() == 0:
-            Path(step).mkdir(parents=True)
-            shutil.copytree(model_dir, Path(step) / HF_FILES)
-        torch.distributed.barrier()
+        _make(step, Path(model_dir))
         state = chunk.sharded_state_dict(metadata=content_metadata())
         dist_checkpointing.save(state, step, content_metadata=content_metadata())
 
@@ -118,10 +122,7 @@ def load_save_and_export(checkpoint: str, step: str, out: str, **sizes: Any) -> 
     with use_layout(layout):
         info, chunks = build(checkpoint, layout)
         load_weights(chunks, info, checkpoint)
-        if torch.distributed.get_rank() == 0:
-            Path(step).mkdir(parents=True)
-            shutil.copytree(hf_files(checkpoint), Path(step) / HF_FILES)
-        torch.distributed.barrier()
+        _make(step, hf_files(checkpoint))
         dist_checkpointing.save(model_sharded_state_dict(chunks, info), step, content_metadata=content_metadata())
         save_hf(HFExporter(chunks, info, torch.float32), checkpoint, Path(out))
 

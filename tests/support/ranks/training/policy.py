@@ -68,9 +68,9 @@ def own_share(samples: list[TrainSample]) -> tuple[list[int], list[TrainSample]]
     return indices, [samples[index] for index in indices]
 
 
-def exported(policy: Policy) -> dict[str, torch.Tensor]:
-    """This rank's share of the model under Hugging Face names."""
-    exporter = HFExporter(policy.module_chunks, policy.info, torch.float32)
+def exported(policy: Policy, chunks: list[torch.nn.Module] | None = None) -> dict[str, torch.Tensor]:
+    """This rank's share of the model, or of another one like it, under Hugging Face names."""
+    exporter = HFExporter(chunks or policy.module_chunks, policy.info, torch.float32)
     return {item.name: value.clone() for item, value in exporter.stream() if value is not None}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,11 +18,38 @@ from megarl.telemetry.metrics.timer import PhaseTimer
 from megarl.trainer import logprobs, parallel
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.logprobs import linear_token_logprobs
+from megarl.trainer.policy import Policy
 from tests.support.ranks.training.policy import exported, exported_gradients, policy_under
 
 
+def take_step(
+    policy: Policy, rows: list[Trajectory], see: Callable[[list[TrainSample]], object], version: int = 0
+) -> dict[str, Any]:
+    """Train one step on the rows; return the first update's gradients, the metrics and the weights after the step.
+
+    `see`: gets the samples of each update before it is made.
+    """
+    gradients: list[dict[str, torch.Tensor]] = []
+    update, step = policy.update, policy.optimizer.step
+
+    def seen_update(samples: list[TrainSample], *args: Any, **options: Any) -> dict[str, float]:
+        see(samples)
+        return update(samples, *args, **options)
+
+    def recorded_step() -> Any:
+        if not gradients:
+            gradients.append(exported_gradients(policy))
+        return step()
+
+    policy.update, policy.optimizer.step = seen_update, recorded_step
+    by_key, metrics = {row.key: row for row in rows}, step_metrics()
+    plan = plan_step([row.tag for row in rows], policy.config, dp_size=parallel.dp_size(), version=version)
+    train_step(policy, plan, by_key, policy.config, PhaseTimer(), metrics, step=0)
+    return {"gradients": gradients[0] if gradients else {}, "metrics": metrics.reduce(), "weights": exported(policy)}
+
+
 def stepped(model_dir: Path, rows: list[Trajectory], **changes: Any) -> dict[str, Any]:
-    """(advantage, trained tokens) of each update's samples on this rank, the first update's gradients, metrics.
+    """What `take_step` returns, and (advantage, trained tokens) of each update's samples on this rank.
 
     The advantage is NaN where the tokens of a sample have several; `by_token`: those of each token.
     `entropy`: whether each update has reported it; `computed`: whether its passes over the logits have computed it.
@@ -29,19 +57,20 @@ def stepped(model_dir: Path, rows: list[Trajectory], **changes: Any) -> dict[str
     with policy_under(model_dir, {}, **changes) as policy:
         updates: list[dict[str, tuple[float, int]]] = []
         by_token: dict[str, list[float]] = {}
-        gradients: list[dict[str, torch.Tensor]] = []
         reported: list[bool] = []
         computed: list[bool] = []
         asked: set[bool] = set()
-        update, step = policy.update, policy.optimizer.step
+        update = policy.update
 
-        def recorded_update(samples: list[TrainSample], counts: Any, **options: Any) -> dict[str, float]:
+        def see(samples: list[TrainSample]) -> None:
             tokens = {sample.key: sample.streams["advantages"].tolist() for sample in samples}
             by_token.update(tokens)
             one = {key: values[0] if len(set(values)) == 1 else math.nan for key, values in tokens.items()}
             updates.append({sample.key: (one[sample.key], sample.trained_tokens) for sample in samples})
+
+        def watched_update(*args: Any, **options: Any) -> dict[str, float]:
             with mock.patch.object(logprobs, "linear_token_logprobs", watched):
-                values = update(samples, counts, **options)
+                values = update(*args, **options)
             reported.append("entropy" in values)
             [with_entropy] = asked
             asked.clear()
@@ -52,21 +81,6 @@ def stepped(model_dir: Path, rows: list[Trajectory], **changes: Any) -> dict[str
             asked.add(with_entropy)
             return linear_token_logprobs(*args, with_entropy=with_entropy, **options)
 
-        def recorded_step() -> Any:
-            if not gradients:
-                gradients.append(exported_gradients(policy))
-            return step()
-
-        policy.update, policy.optimizer.step = recorded_update, recorded_step
-        by_key, metrics = {row.key: row for row in rows}, step_metrics()
-        plan = plan_step([row.tag for row in rows], policy.config, dp_size=parallel.dp_size(), version=0)
-        train_step(policy, plan, by_key, policy.config, PhaseTimer(), metrics, step=0)
-        return {
-            "updates": updates,
-            "by_token": by_token,
-            "gradients": gradients[0],
-            "weights": exported(policy),
-            "metrics": metrics.reduce(),
-            "entropy": reported,
-            "computed": computed,
-        }
+        policy.update = watched_update
+        found = take_step(policy, rows, see)
+        return found | {"updates": updates, "by_token": by_token, "entropy": reported, "computed": computed}
