@@ -6,12 +6,17 @@ go, contents are lost. Registered buffers are saved and restored, as level 2 doe
 packed copy of its weight gets a function that raises in its place, so an engine that is woken without a load cannot
 serve.
 
+oneDNN makes a matrix product's kernel anew for each number of tokens in a batch, and keeps it: about 0.3 MiB that
+outlive the weights. vLLM has it keep 32 for each shape of a weight (0.32, model_executor/layers/utils.py), and 1,024
+in all, so that an engine would hold more in each sleep for a long time. Here both keep few.
+
 Tensors may have any shape.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -24,6 +29,7 @@ from megarl.common.process.memory_tuning import anonymous_bytes, return_freed_me
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PAGE = os.sysconf("SC_PAGESIZE")
 _MADV_DONTNEED = 4  # linux/mman-common.h
+_KERNELS = 12  # that oneDNN keeps for each shape of a weight, and in all
 
 
 class SleepingCPUWorker(CPUWorker):  # type: ignore[misc]  # without vLLM's types it is Any
@@ -35,6 +41,7 @@ class SleepingCPUWorker(CPUWorker):  # type: ignore[misc]  # without vLLM's type
     def load_model(self, *args: object, **kwargs: object) -> None:
         """Make the model."""
         self._before = anonymous_bytes()
+        _keep_few_kernels()
         super().load_model(*args, **kwargs)
 
     def held_bytes(self) -> int:
@@ -63,6 +70,22 @@ class SleepingCPUWorker(CPUWorker):  # type: ignore[misc]  # without vLLM's type
     def _caches(self) -> Iterator[torch.Tensor]:
         for cache in self.model_runner.kv_caches:
             yield from cache if isinstance(cache, list | tuple) else [cache]
+
+
+def _keep_few_kernels() -> None:
+    """Patch vLLM 0.32 so that oneDNN keeps _KERNELS for each shape of a weight. Idempotent. Call it before the load."""
+    from vllm import _custom_ops
+
+    make = _custom_ops.create_onednn_mm
+    if hasattr(make, "__wrapped__"):
+        return
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_KERNELS))  # read at oneDNN's first kernel
+
+    @functools.wraps(make)
+    def make_small(weight: torch.Tensor, primitive_cache_size: int = _KERNELS) -> Any:  # noqa: ANN401  # a class of vLLM
+        return make(weight, min(primitive_cache_size, _KERNELS))
+
+    _custom_ops.create_onednn_mm = make_small
 
 
 def _asleep(layer: str) -> Callable[..., NoReturn]:

@@ -12,9 +12,10 @@ import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from benchmarks.lib.live_engine import LivePool
+from megarl.common.values import MIB
 from megarl.rollout.engine.engine_args import SLEEPING_CPU_WORKER
 from megarl.weights.send.sender import WeightSender
-from megarl.weights.send.sleep import put_to_sleep, wake_caches
+from megarl.weights.send.sleep import HeldMemory, put_to_sleep, wake_caches
 from tests.support.engines.fake_engines import ListExporter
 from tests.support.engines.live_engine import LiveReplica, Response
 from tests.support.models.tiny import make_tiny_model
@@ -73,6 +74,19 @@ def test_requests_in_flight_wait_for_the_next_weights_and_go_on(engine: Sleeping
     assert [span[0] for span in late.result(120).versions] == ["2"]
     engine.assert_serves(2)
     put_to_sleep([engine.replica], 60.0)
+
+
+def test_what_an_engine_holds_asleep_does_not_grow_with_the_sizes_of_its_batches(engine: Sleeping) -> None:
+    """A kernel for each of 40 more numbers of tokens, in five shapes of weights, would be over 30 MiB."""
+    held = []
+    for begin in (1, 21, 41):
+        engine.publish(1)
+        for length in range(begin, begin + 20):
+            engine.replica.generate([length] * length, f"batch of {length}", max_tokens=1).result(60)
+        kept = HeldMemory()
+        assert put_to_sleep([engine.replica], 60.0, kept) == []
+        held.append(kept.most_asleep)
+    assert max(held[1:]) - held[0] < 8 * MIB, held
 
 
 def test_an_engine_that_is_woken_without_weights_serves_nothing(engine: Sleeping) -> None:
