@@ -466,7 +466,7 @@ def test_a_stream_without_news_says_that_it_goes_on(gateways: Gateways, monkeypa
 def test_before_the_first_weights_requests_wait(gateways: Gateways) -> None:
     gateway = gateways(echo, serves=False, timeout_s=3.0)
     answer = post(gateway, "/inference/v1/generate", {"token_ids": [5]})
-    assert answer.status_code == 504 and "wait for weights of the trainer" in answer.json()["error"]["message"]
+    assert answer.status_code == 504 and "wait for weights from the trainer" in answer.json()["error"]["message"]
     assert gateway.call(lambda parts: parts.replicas[0].asked) == []
     gateway.call(lambda parts: parts.controller.requests.serve())
     generate(gateway, [5, 6, 7])

@@ -83,7 +83,7 @@ def test_a_run_that_is_started_again_draws_the_groups_with_bad_samples_again(
         batch = await local.controller.wait_batch(0, WAIT_S)
         assert sorted(local.fleet.sent) == [0, 2]
         assert [local.queue.rows[key].status for key in batch.keys] == ["ok"] * GROUPS * SAMPLES
-        assert "2 kept groups are drawn again: log-probs of theirs are not finite" in caplog.text
+        assert "2 kept groups are drawn again: they have non-finite log-probs" in caplog.text
         await local.controller.shutdown()
 
     asyncio.run(asyncio.wait_for(stopped(), 30))

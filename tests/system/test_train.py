@@ -443,7 +443,7 @@ def test_a_replica_killed_in_the_middle_of_a_sync_costs_the_other_one_nothing_an
     assert [record["sync/restarted_replicas"] for record in run.metrics] == [0, 1, 0, 0]
     logs = {path.stem: path.read_text() for path in (run.directory / "logs").glob("*.log")}
     assert "weight sync of version 2 failed during update: engine replica 1" in logs["trainer-rank-0"]
-    assert "the pool goes on without replica 1" in logs["controller"]
+    assert "the pool continues without replica 1" in logs["controller"]
     syncs = [line.split(maxsplit=2) for line in (tmp_path / "died.syncs").read_text().splitlines()]
     others = [(pid, version) for pid, version, member in syncs if "replica 0" in member]
     assert len({pid for pid, _ in others}) == 1, "the other one was restarted"

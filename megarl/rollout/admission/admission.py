@@ -4,38 +4,36 @@ Invariant: every admitted group ends as exactly one of trained, filtered, droppe
 `Counters` are balanced.
 
 A group belongs to no step until a step takes it. The bound on staleness gives each group a last step that may train
-it, which follows from the version of its oldest token (or, while it is in flight, from the version at which it
-started). Two rules keep the bound:
+it. It follows from the version of the group's oldest token or, in flight, from the version at which it started. Two
+rules keep the bound:
 
 - At a version, only as many groups start as the steps up to their last step can still take.
-- A step takes the oldest finished groups. It waits for older ones in flight if it would otherwise leave more than the
-  steps up to their last step could take (`awaited`).
+- A step takes the oldest finished groups. It waits for older groups in flight if it would otherwise leave more of them
+  than the steps up to their last step can take (`awaited`).
 
-After a resume, groups that were generated before (`keep`) start again with the tokens that they have. The version that
-their tokens count as is their start version, so both rules hold for them: of the groups up to any version, only as many
-are kept as the steps up to their last step can take.
+After a resume, unfinished groups start again with their tokens (`keep`). Their start version is the one that these
+tokens count as, so both rules hold for them too.
 
-With synchronous training the groups that are admitted for step t are exactly [t * groups, (t + 1) * groups). `failed`
-groups count towards their step: they are not redrawn.
+In synchronous training, step t gets exactly the groups [t * groups, (t + 1) * groups). A `failed` group counts towards
+its step and is not redrawn.
 
-Where engines and trainer take turns (`Pace.in_turns`), engines end all that their version allows before a step is
-taken, and nothing starts for steps after the next publication. No group is then in flight while the trainer works, and
-each step takes its groups in the order of their ids.
+Where engines and trainer take turns (`Pace.in_turns`), engines finish everything their version allows before a step is
+taken, and nothing starts for steps after the next publication. No group is in flight while the trainer works, and each
+step takes its groups in the order of their ids.
 
 Dynamic sampling (DAPO, arXiv:2503.14476 section 3.2): a finished group whose rewards are all equal is replaced instead
-of queued. The next group takes its place, and the next taken step settles it as filtered. Between two steps at most
-`refill` groups are replaced, so that every step ends.
+of queued. The next group takes its place, and the next step settles it as filtered. At most `refill` groups are
+replaced between two steps, so that every step ends.
 
-Bounded replay: with `max_uses` k > 1 a group that was trained may be trained again, by k steps in all and within the
-bound. A step takes such groups only to fill up: if the trainer waits for it with nothing else to do (`needed`), and at
-least one new group that did not fail, but not enough of them, has finished. Two rules keep them from taking the places
-of new groups:
+Bounded replay: with `max_uses` k > 1, up to k steps may train a group, within the bound. A step reuses groups only to
+fill up: the trainer has nothing else to do (`needed`), and some new group has finished without failing, but too few
+have. Two rules keep reused groups from displacing new ones:
 
-- Only so many groups start that the steps up to their last step could train each of them k times, but always enough
-  for one step. Otherwise the groups in flight would have all places within the bound, and none would be used again.
-- What a step leaves over of new groups must fit the steps up to their last step, as without replay (`awaited`).
+- No more groups start than the steps up to their last step could train k times each, but always enough for one step.
+  Otherwise groups in flight would fill the bound, and none would be reused.
+- The new groups that a step leaves must fit the steps up to their last step, as without replay (`awaited`).
 
-Replay settles nothing: a group ends once, at its first use, and further uses are counted separately.
+Replay settles nothing: a group ends once, at its first use. Further uses are counted separately.
 """
 
 from __future__ import annotations
@@ -53,10 +51,10 @@ from megarl.rollout.admission.groups_in_flight import GroupsInFlight, ReadyGroup
 class Admission:
     """The state machine that decides which prompt groups may start, and counts how they end.
 
-    `groups`: groups per step (>= 1). `pace`: the bound on staleness; versions count optimizer updates. `refill`: the
-    most groups without signal that are replaced between two steps; 0 turns dynamic sampling off. `steps`: those of the
-    run, after which nothing is trained; None: no end. `max_uses`: the most steps that may train a group (>= 1).
-    `record` gets every event that changed it, as JSON content (`admission_log.py`).
+    `groups`: groups per step (>= 1). `pace`: the bound on staleness; versions count optimizer updates. `refill`: how
+    many groups without signal may be replaced between two steps; 0 turns dynamic sampling off. `steps`: the run's last
+    step plus one; None: no end. `max_uses`: how many steps may train a group (>= 1). `record` is called with every
+    change, as JSON content (`admission_log.py`).
     """
 
     def __init__(
@@ -81,18 +79,18 @@ class Admission:
         self._done: dict[str, int] = {"trained": 0, "filtered": 0, "dropped_stale": 0, "failed": 0}
         self._reused = 0  # uses of groups after their first one, in committed steps
         self._committed_steps: int = 0
-        self._attempts = 0  # groups ever started, those that a resume has discarded included
-        # (version, steps done) from which the bound counts: at the first version that is set in this history.
+        self._attempts = 0  # groups ever started, including those that a resume discarded
+        # The bound counts from here: (version, steps done) when this history's first version was set.
         self._base: tuple[int, int] | None = None
-        self._held: set[int] = set()  # steps of an earlier controller, whose rows are not in the queue
+        self._held: set[int] = set()  # steps of an earlier controller; their rows are not in the queue
         self._record = record
 
     def _if_reusing(self, **values: object) -> Event:
-        """Return the fields of an event that only runs with reused groups have."""
+        """Return event fields that only runs with replay have."""
         return values if self.max_uses > 1 else {}
 
     def announce(self, version: int) -> None:
-        """Record that engines are about to serve `version`, which tokens may carry from now on."""
+        """Record that engines are about to serve `version`, so that tokens may carry it."""
         self._in_flight.announce(version)
         self._record({"event": "announce", "version": version})
 
@@ -142,10 +140,7 @@ class Admission:
 
     @property
     def room(self) -> int:
-        """The number of groups that may start now: those that steps within the bound can still take.
-
-        If groups are used several times, only those that the steps can take as often, and at least those of one step.
-        """
+        """The number of groups that may start now; see the two rules in the module's docstring."""
         room = self._room_at(self.version)
         if self.max_uses > 1:
             used_fully = self._places(self.version) // self.max_uses
@@ -157,7 +152,7 @@ class Admission:
         return (self._end(version) - self._steps_taken) * self.groups
 
     def _room_at(self, version: int) -> int:
-        """The room for groups of `version`, if no group in flight or in the queue has a later one."""
+        """The room for groups of `version`, if no group in flight or in the queue has a later version."""
         return max(0, self._places(version) - self._waiting_count)
 
     @property
@@ -183,12 +178,11 @@ class Admission:
         return redrawn + fresh
 
     def keep(self, kept: Mapping[int, Set[int]]) -> list[int]:
-        """Start groups with tokens from before a resume, as far as the bound allows, oldest first; return them.
+        """Restart groups that have tokens from before a resume, oldest first, as far as the bound allows; return them.
 
-        `kept`: the versions that the tokens of each group so far count as, by group; of equally old groups the first
-        ones are preferred. Groups that ended in the history are left out. Kept groups are not new attempts. Raises
-        ValueError before the first version is set, after the first group has started, and for a version that is not yet
-        set.
+        `kept`: the versions that each group's tokens count as, by group; equally old groups start in this order.
+        Groups that ended in the history are left out. A kept group is no new attempt. Raises ValueError before the
+        first version is set, after the first group has started, and for a version that is not yet set.
         """
         if self._base is None or self._in_flight or self._ready or self._taken.keys() - self._held:
             raise ValueError("groups are kept after the first version is set and before any group starts")
@@ -208,8 +202,8 @@ class Admission:
     def hold(self, base: tuple[int, int], held: Mapping[int, Taken]) -> None:
         """Continue with `held`, the uncommitted steps that the trainer took from an earlier controller.
 
-        `base`: the first version that was set in this history, and the steps that were done by then. No later step uses
-        groups of these steps. Raises ValueError after a version is set or a group has started, and for steps or groups
+        `base`: the first version set in this history, and the number of steps done by then. Later steps do not use the
+        groups of held steps. Raises ValueError after a version is set or a group has started, and for steps or groups
         that cannot follow the history.
         """
         if self._base is not None or self._in_flight or self._taken:
@@ -225,7 +219,7 @@ class Admission:
         self._record({"event": "hold", "base": list(base), "taken": held_steps(held)})
 
     def _leave_redraw(self, groups: Set[int]) -> None:
-        """Count `groups` as admitted; earlier ones that were not admitted in this history come next."""
+        """Count `groups` as admitted; admit skipped groups with lower ids next."""
         end = max(self._next_group, 1 + max(groups, default=-1))
         self._redraw += range(self._next_group, end)
         self._redraw = [group for group in self._redraw if group not in groups]
@@ -233,18 +227,19 @@ class Admission:
         self._attempts = max(self._attempts, end - len(self._redraw))
 
     def finish(self, group: int, ok: bool, versions: Iterable[int] = ()) -> None:
-        """Record that `group` has been sampled, scored and queued. `ok` is False if it cannot be trained on.
+        """Record that `group` was sampled, scored and queued. `ok` is False if it cannot be trained on.
 
-        `versions`: those of its tokens; empty if it has none. Raises ValueError if the group is not in flight, or if a
-        token has a version that cannot be right.
+        `versions`: the versions of its tokens. Raises ValueError if the group is not in flight, or if a token has an
+        impossible version.
         """
         present = sorted(set(versions))
         self._ready.add(group, ok, self._in_flight.leave(group, present))
         self._record({"event": "finish", "group": group, "ok": ok, "versions": present})
 
     def replace(self, group: int, versions: Iterable[int]) -> bool:
-        """Record that `group` finished without signal, and give its place to another group. At the limit return False
-        and record nothing: the group must be queued. Raises as `finish` does.
+        """Record that `group` finished without signal, and give its place to another group. Raises as `finish` does.
+
+        At the limit, record nothing and return False: the group must be queued.
         """
         if len(self._replaced) >= self.refill:
             return False
@@ -257,10 +252,9 @@ class Admission:
     def batch(self, step: int, *, needed: bool = True) -> tuple[list[int], list[int]] | None:
         """Take the new groups of `step`: (trainable, failed), each sorted; None while they are not ready.
 
-        They are ready when enough groups are finished, or reused groups can fill the step, and no group in flight has
-        this as its last step. In turns no group may be in flight or start. Without `needed` nothing is filled: the
-        trainer has other work. A second call for the same step returns the same groups. Raises ValueError for a step
-        out of order.
+        They are ready when enough groups are finished, or reused groups can fill the step, and `awaited` is empty. In
+        turns, no group may be in flight or start either. Without `needed` the trainer has other work, and no groups
+        are reused. A second call for the same step returns the same groups. Raises ValueError for a step out of order.
         """
         if step in self._taken:
             return self._taken[step].ok, self._taken[step].failed
@@ -282,14 +276,15 @@ class Admission:
         return ok, failed
 
     def _fills_up(self, missing: int) -> bool:
-        """Return whether the next step takes the `missing` groups from reusable ones: not without a new group that did
-        not fail, nor while another step is uncommitted, because the trainer then has work and more new groups may
-        finish.
+        """Return whether the next step fills up with `missing` reusable groups.
+
+        It needs a new group that did not fail. While another step is uncommitted, the trainer has work and more new
+        groups may finish.
         """
         return not self._taken and self._ready.any_ok and len(self._reusable) >= missing
 
     def take_released(self) -> list[int]:
-        """Return the groups, sorted, whose rows no step needs any longer; each group of the queue once."""
+        """Return, sorted, the groups whose rows no step needs any longer; each queued group is returned once."""
         released, self._released = sorted(self._released), []
         return released
 
@@ -301,9 +296,9 @@ class Admission:
         return self._taken[step]
 
     def awaited(self, step: int) -> list[int]:
-        """Return the groups in flight, sorted, of which `step` must await at least one more; empty if it need not wait.
-        If the step took only ready groups, those of some version and older would be more than the later steps, up to
-        the last of that version, can take.
+        """Return, sorted, the groups in flight of which `step` must await at least one; empty if it need not wait.
+
+        Otherwise more groups of some version and older would be left than the later steps of that version can take.
         """
         left = self._in_flight.by_start + self._ready.left_after(self.groups)
         older = 0
@@ -319,10 +314,10 @@ class Admission:
     ) -> None:  # fmt: skip
         """Settle every new group of `step`. Raises ValueError unless the numbers account for each of them once.
 
-        `failed` includes the groups that `batch` already reported as failed, `filtered` those of `replaced`. `reused`:
-        the number of groups that were trained again, which settles none. `trained_groups`: the new groups that were
-        trained, which alone may be used again; they must be given if groups may be. `ended`: the ids of the new groups
-        by the name of their number, which must be exactly those that the step has taken; None: they are not compared.
+        `failed` includes the groups that `batch` reported as failed, `filtered` the replaced ones. `reused`: how many
+        groups were trained again; this settles none. `trained_groups`: the new groups that were trained and may be
+        reused; required with replay. `ended`: the ids of all new groups of the step, by the name of their number;
+        None: not compared.
         """
         if step not in self._taken:
             raise ValueError(f"step {step} was never taken, or is already committed")
@@ -347,10 +342,7 @@ class Admission:
         self._record({"event": "commit", "step": step, **numbers, **again})
 
     def _uses_after(self, step: int, trained: Iterable[int]) -> dict[int, ReplayUse]:
-        """Return the groups that `step` has trained, `trained` for the first time, with the numbers of their uses.
-
-        It is empty if their rows are gone.
-        """
+        """Return the groups that `step` trained (`trained`: for the first time) and their uses; empty for held rows."""
         if step in self._held:
             return {}
         taken = self._taken[step]
@@ -402,8 +394,8 @@ class Admission:
     def load_state_dict(self, state: dict[str, Any], attempts: int = 0) -> None:
         """Go back to a committed history; its unsettled groups are admitted again before new ones.
 
-        `attempts`: number of groups that any process has started so far; those that the history does not contain
-        count as rolled back. The batch size may differ from the saved one.
+        `attempts`: how many groups any process has started so far; those outside the history count as rolled back.
+        The batch size may differ from the saved one.
         """
         self._done = dict(state["done"])
         self._reused = int(state.get("reused", 0))  # earlier histories had no such groups

@@ -1,8 +1,8 @@
-"""The schedule of a run: every event that changed its admission, in order, as JSON lines in RUN_DIR/schedule.jsonl.
+"""The schedule of a run: every change of its admission, in order, as JSON lines in RUN_DIR/schedule.jsonl.
 
-`Admission` makes the lines: the name of the event, its inputs (versions, finished groups, how a step ended) and the
-decisions of admission that follow from them (groups that may start, batches). Each attempt of a run begins with a line
-`begin` with the history that it resumes: of earlier lines, only the steps of that history still count.
+Each line has the name of the event, its inputs (versions, finished groups, how a step ended) and what admission decided
+(groups that may start, batches). Each attempt of a run begins with a line `begin`, which holds the history that it
+resumes: of the lines before, only the steps of that history still count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Event = dict[str, Any]
 
 
 def held_steps(held: Mapping[int, Taken]) -> list[Event]:
-    """Return what steps have taken, as JSON content; JSON has no numbers as keys."""
+    """Return what steps have taken, as JSON content without integer keys."""
     taken = [{"step": step, **asdict(each)} for step, each in sorted(held.items())]
     for each in taken:
         each["oldest"] = sorted(each["oldest"].items())
@@ -40,7 +40,7 @@ class ScheduleFile:
         self._broken = False
 
     def write(self, event: Event) -> None:
-        """Append an event. Raises OSError if that fails, which ends the run like a batch that cannot be dumped."""
+        """Append an event. Raises OSError if that fails, which ends the run."""
         if self._broken:
             raise OSError(f"{self.path}: an earlier event could not be written")
         if self._file is None:
@@ -56,7 +56,7 @@ class ScheduleFile:
         """Close the file; the next event reopens it, or opens a new one if it was moved aside."""
         file, self._file, self._broken = self._file, None, False
         if file is not None:
-            with contextlib.suppress(OSError):  # of a line that has failed already
+            with contextlib.suppress(OSError):  # `write` has already raised it
                 file.close()
 
 

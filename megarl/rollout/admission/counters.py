@@ -1,5 +1,7 @@
-"""Numbers of prompt groups by state. Invariant: at every moment `admitted == in_flight + replaced + ready + taken +
-trained + filtered + dropped_stale + failed`.
+"""Numbers of prompt groups by state, and checks of a step's commit. Pure.
+
+Invariant: at every moment `admitted == in_flight + replaced + ready + taken + trained + filtered + dropped_stale +
+failed`.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ class Counters:
     in_flight: int = 0
     replaced: int = 0  # finished without signal since the last step was taken
     ready: int = 0  # in the queue, not yet taken
-    taken: int = 0  # by a step that is not committed, the groups replaced before it included
+    taken: int = 0  # by a step that is not committed, including the groups replaced before it
     trained: int = 0
     filtered: int = 0
     dropped_stale: int = 0
     failed: int = 0
     rolled_back: int = 0  # attempts that a resume discarded; not part of the history
-    reusable: int = 0  # trained ones still in the queue because a step may train them again
-    reused: int = 0  # uses of trained groups after their first one, in committed steps; these settle nothing
+    reusable: int = 0  # trained, but still in the queue because a step may train them again
+    reused: int = 0  # uses after the first one, in committed steps; these settle nothing
 
     @property
     def settled(self) -> int:
@@ -44,7 +46,7 @@ class Taken:
 
     ok: list[int]
     failed: list[int]
-    replaced: list[int]  # before the step was taken, since the step before it was
+    replaced: list[int]  # between the step before and this one
     oldest: Mapping[int, int] = field(default_factory=dict)  # version of the oldest token of each new group
     reused: Mapping[int, ReplayUse] = field(default_factory=dict)  # trained before, and now again
 
@@ -54,13 +56,8 @@ class Taken:
         return len(self.ok) + len(self.failed) + len(self.replaced)
 
 
-# Checks that the commit of a step accounts for each prompt group that it took exactly once. Pure.
-#
-# All raise ValueError. `numbers`: how many groups the commit says have ended in which way.
-
-
 def check_numbers(step: int, taken: Taken, numbers: Mapping[str, int]) -> None:
-    """Check that the numbers add up to the groups of the step, and include those that ended before the trainer."""
+    """Check that `numbers`, how many groups ended in which way, add up to the groups of the step. Raises ValueError."""
     at_least = numbers["failed"] >= len(taken.failed) and numbers["filtered"] >= len(taken.replaced)
     if min(numbers.values()) < 0 or sum(numbers.values()) != taken.total or not at_least:
         replaced = f", {len(taken.replaced)} were replaced" if taken.replaced else ""
@@ -73,9 +70,9 @@ def check_numbers(step: int, taken: Taken, numbers: Mapping[str, int]) -> None:
 def check_uses(
     step: int, taken: Taken, trained: int, reused: int, trained_groups: Iterable[int] | None, *, may_reuse: bool
 ) -> list[int]:
-    """Check the trained groups, and how many were trained again; return the ids of the new ones that were trained.
+    """Check a step's trained and reused groups; return the sorted ids of the new trained groups, if they were given.
 
-    None of them if they were not given, which they must be if groups may be used again (`may_reuse`).
+    With replay (`may_reuse`) they must be given. Raises ValueError.
     """
     if reused != len(taken.reused):
         raise ValueError(f"step {step} took {len(taken.reused)} groups to train them again, not {reused}")
@@ -92,7 +89,7 @@ def check_uses(
 
 
 def check_ends(step: int, taken: Taken, numbers: Mapping[str, int], ended: Mapping[str, Sequence[int]]) -> None:
-    """Check that `ended` names each group of the step once, in agreement with the numbers."""
+    """Check that `ended` names each group of the step once, in agreement with the numbers. Raises ValueError."""
     counted = {name: len(groups) for name, groups in ended.items()}
     reported = sorted(group for groups in ended.values() for group in groups)
     known = sorted([*taken.ok, *taken.failed, *taken.replaced])

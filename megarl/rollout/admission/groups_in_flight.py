@@ -1,4 +1,4 @@
-"""The prompt groups in flight, and the possible versions of their tokens. Pure."""
+"""Prompt groups by state: in flight, ready for a step, and trained but reusable. Pure."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 
-# The finished prompt groups that no step has taken, and which come next. Pure.
-
 
 class ReadyGroups:
-    """Groups by the version of their oldest token, those of one version in the order in which they finished.
-
-    A step takes those with the oldest tokens first.
-    """
+    """The finished groups that no step has taken, oldest token first; within a version in the order of finishing."""
 
     def __init__(self, *, by_id: bool = False) -> None:
-        """`by_id`: those of one version are in the order of their ids instead."""
+        """`by_id`: order the groups of one version by id instead."""
         self._by_id = by_id
         self._by_version: dict[int, dict[int, bool]] = {}  # version of the oldest token -> group -> ok
 
@@ -37,7 +32,7 @@ class ReadyGroups:
         return any(ok for groups in self._by_version.values() for ok in groups.values())
 
     def first(self, number: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (version, groups) of the `number` groups that a step takes next, or of all if there are fewer."""
+        """Yield (version, groups) for the `number` groups that a step takes next, or for all if there are fewer."""
         for version in sorted(self._by_version):
             finished = self._by_version[version]
             groups = list(itertools.islice(sorted(finished) if self._by_id else finished, number))
@@ -59,7 +54,7 @@ class ReadyGroups:
         return taken, oldest
 
     def left_after(self, number: int) -> Counter[int]:
-        """Return the numbers of groups by version that would remain if a step took `number` groups now."""
+        """Return how many groups of each version would remain if a step took `number` groups now."""
         left = Counter({version: len(groups) for version, groups in self._by_version.items()})
         return left - Counter({version: len(groups) for version, groups in self.first(number)})
 
@@ -67,8 +62,8 @@ class ReadyGroups:
 class GroupsInFlight:
     """The groups that have started and not finished, by the version at which they started.
 
-    A token of a group has a version that engines were given and that is not older than the group's start, or one that
-    the group had when it was started again.
+    A token's version must be published and not older than the group's start, or be one of those that the group had
+    when it was restarted.
     """
 
     def __init__(self) -> None:
@@ -84,12 +79,12 @@ class GroupsInFlight:
         return iter(self._starts)
 
     def announce(self, version: int) -> None:
-        """Record that engines are about to serve `version`, which tokens may carry from now on."""
+        """Record that engines are about to serve `version`, so that tokens may carry it."""
         self._published.add(version)
 
     def serve(self, version: int) -> None:
         """Record that the engines serve `version`."""
-        # No group in flight can have a token of an earlier version than the one at which it was started.
+        # No group in flight can have a token older than its start.
         oldest = min(self._starts.values(), default=version)
         self._published = {each for each in self._published if each >= oldest} | {version}
 
@@ -101,14 +96,14 @@ class GroupsInFlight:
             self._by_start[version] += len(started)
 
     def start_again(self, group: int, versions: Set[int]) -> None:
-        """Record that a group starts with tokens of `versions`, as if at the oldest of these."""
+        """Record that a group restarts with tokens of `versions`; its start version is the oldest of them."""
         self.start([group], min(versions))
         self._kept[group] = frozenset(versions)
 
     def leave(self, group: int, versions: Iterable[int]) -> int:
-        """Remove a group with tokens of `versions`; return that of the oldest one, or of its start if there is none.
+        """Remove a group with tokens of `versions`; return the oldest of these, or its start version without tokens.
 
-        Raises ValueError if the group is not in flight, or if a token has a version that cannot be right.
+        Raises ValueError if the group is not in flight, or if a token has an impossible version.
         """
         if group not in self._starts:
             raise ValueError(f"group {group} is not in flight")
@@ -139,9 +134,6 @@ class GroupsInFlight:
         return sorted(group for group, started in self._starts.items() if started <= version)
 
 
-# The trained groups that may be trained again: which of them are used next, and which leave the queue. Pure.
-
-
 @dataclass(frozen=True)
 class ReplayUse:
     """A trained group. `oldest`: the version of its oldest token; `uses`: the number of steps that have trained it."""
@@ -156,7 +148,7 @@ class ReplayUse:
 
 
 class ReusableGroups:
-    """The groups that wait in the queue for another use; none was used `max_uses` times."""
+    """The trained groups that wait in the queue for another use; each was used less than `max_uses` times."""
 
     def __init__(self, max_uses: int) -> None:
         if max_uses < 1:
@@ -168,7 +160,7 @@ class ReusableGroups:
         return len(self._groups)
 
     def keep(self, group: int, use: ReplayUse) -> bool:
-        """Keep a group for another use; False, without keeping it, if it has no uses left."""
+        """Keep a group for another use; return False if it has none left."""
         if use.uses >= self.max_uses:
             return False
         self._groups[group] = use
@@ -179,12 +171,9 @@ class ReusableGroups:
 
         Those with the fewest uses come first, then those that become too old soonest, then by id.
         """
-        first = sorted(self._groups, key=lambda group: self._order(group, self._groups[group]))[:number]
-        return {group: self._groups.pop(group) for group in first}
-
-    @staticmethod
-    def _order(group: int, use: ReplayUse) -> tuple[int, int, int]:
-        return use.uses, use.oldest, group
+        groups = self._groups
+        first = sorted(groups, key=lambda group: (groups[group].uses, groups[group].oldest, group))[:number]
+        return {group: groups.pop(group) for group in first}
 
     def drop(self, usable: Callable[[int], bool]) -> list[int]:
         """Remove and return the groups that can no longer be used.

@@ -1,4 +1,4 @@
-"""An agent loop, and its context, which counts its requests and calls, bounds them, and records what a resume uses."""
+"""The agent loop's interface and its context, which counts and bounds requests and calls and records them."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from megarl.tools.tool import Tool, ToolAnswer
 LoopState = TypeVar("LoopState")
 
 MOST_NAME_CHARACTERS = 64  # of a tool's name in an event
-GRACE_S = 90.0  # beyond its time, after which a call is abandoned; a tool may first queue calls
+GRACE_S = 90.0  # a call is abandoned this long after its time limit; a tool may queue calls first
 FROZEN_BYTES = 8 << 20  # of a loop's state, as JSON
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """The images of tools that are shown among the tokens of a sequence up to `end`; `digest`: of these tokens."""
+    """Images of tools shown among the tokens of a sequence up to `end`; `digest`: of these tokens."""
 
     end: int
     digest: str
@@ -55,7 +55,7 @@ class _Shown:
 
 
 class AgentContext:
-    """One sample of one prompt group, and the services that its loop may use."""
+    """One sample of a prompt group, and the services that its loop may use."""
 
     def __init__(
         self, run: LoopRun, sample_index: int, toolbox: Toolbox | None, rewards: RewardPool, decoder: BatchDecoder
@@ -102,7 +102,7 @@ class AgentContext:
 
     @cached_property
     def rng(self) -> random.Random:
-        """Seeded by the run's seed, the group and the sample: a loop that draws from nothing else is reproducible."""
+        """A generator seeded by the run's seed, the group and the sample; loops that use no other are reproducible."""
         return random.Random(request_seed(self._run.job.seed, self.group_id, self.sample_index))
 
     @property
@@ -123,7 +123,7 @@ class AgentContext:
 
         Raises TrajectoryFull if `token_ids` leave no room for a response, and beyond `agent.max_turns`; if the loop
         does not catch it, only its sample fails. Raises RequestFailed if an engine refuses the request, and
-        RolloutError if no replica is left, none has room within `timeouts.generate_s`, or its group is failed at its
+        RolloutError if no replica is left, none has room within `timeouts.generate_s`, or the group fails at its
         deadline.
         """
         self._check_room(token_ids)
@@ -158,10 +158,10 @@ class AgentContext:
         )
 
     def show(self, before: Sequence[int], token_ids: Sequence[int], images: Sequence[bytes]) -> list[int]:
-        """Return `token_ids`, which follow `before`, with as many tokens for each image of a tool's answer as it has.
+        """Return `token_ids`, which follow `before`, with each image placeholder expanded to the image's tokens.
 
-        `token_ids`: with one token for each, as `Dialogue.next_turn` makes of the content `chat.images.shown_text`.
-        Requests and trajectories that begin with these tokens have the images. Raises ValueError for other numbers.
+        `token_ids` has one placeholder per image, as `Dialogue.next_turn` makes of `chat.images.shown_text`. Requests
+        and trajectories that begin with these tokens carry the images. Raises ValueError for another number of images.
         """
         if not images:
             return list(token_ids)
@@ -175,7 +175,7 @@ class AgentContext:
         return ids
 
     def _images_in(self, token_ids: Sequence[int]) -> tuple[tuple[ImageRef, ...], tuple[bytes, ...]]:
-        """Return the images of a sequence, and the files of those that tools have answered with; others are empty."""
+        """Return the images of a sequence and their files; only images from tools have a non-empty file."""
         images = self.prompt.images_in(token_ids)
         files = (b"",) * len(images)
         for shown in self._shown:
@@ -184,9 +184,9 @@ class AgentContext:
         return images, files
 
     def with_images(self, row: Trajectory) -> Trajectory:
-        """Return a trajectory with its images, those of the prompt and of tools.
+        """Return a trajectory with the images of its prompt and tools.
 
-        Raises RolloutError if a loop has made other tokens of the prompt.
+        Raises RolloutError if the loop changed the prompt's tokens.
         """
         if row.images or not row.prompt_ids:
             return row
@@ -221,9 +221,9 @@ class AgentContext:
             )  # fmt: skip
 
     def finished(self, turn: int) -> GenerateResult:
-        """Return the result of request number `turn` of this sample, of this attempt or one before.
+        """Return the result of request `turn` of this sample, from this attempt or an earlier one.
 
-        Raises RolloutError if there is none that has ended.
+        Raises RolloutError if it has not ended.
         """
         if turn in self._results:
             return self._results[turn]
@@ -242,13 +242,13 @@ class AgentContext:
     def freeze(self, state: object) -> None:
         """Keep the loop's state: a dataclass that msgspec can write as JSON.
 
-        A resumed run restarts the loop, and `frozen` returns this state; requests and calls then count from here. A
-        loop that freezes nothing runs from its beginning and gets the same responses and answers to the same requests.
-        After an answer with images nothing is frozen.
+        A resumed run restarts the loop, `frozen` returns this state, and requests and calls count from here. A loop
+        that freezes nothing runs from its beginning and gets the same responses and answers to the same requests.
+        Nothing is frozen after an answer with images.
 
         Raises ValueError for a state of more than 8 MiB, and TypeError for one that msgspec cannot write.
         """
-        if self._answered_with:  # the journal has no images of open loops: a resume asks the tools again
+        if self._answered_with:  # the journal keeps no images of open loops: a resume calls the tools again
             return
         content = msgspec.json.encode(state)
         if len(content) > FROZEN_BYTES:
@@ -260,7 +260,7 @@ class AgentContext:
         self._progress.record(self.sample_index, self._loop.freeze(text, self._requests, self._calls))
 
     def frozen(self, kind: type[LoopState]) -> LoopState | None:
-        """Return what the loop last froze in an earlier attempt; None in the first.
+        """Return the state that the loop last froze in an earlier attempt; None in the first one.
 
         Raises RolloutError for a state of another loop.
         """
@@ -275,10 +275,12 @@ class AgentContext:
         return state
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """Call a tool; its answer has at most `agent.max_tool_output_chars`. It is an error for an unknown name, beyond
-        `agent.max_tool_calls` and `max_tool_seconds`, after `tool_timeout_s`, and for a non-repeatable call that an
-        earlier attempt had begun. A call answered in an earlier attempt is not repeated, unless its answer had
-        images, which are not kept. Raises RolloutError if the tool itself fails, or its intent cannot be recorded.
+        """Call a tool; its answer has at most `agent.max_tool_output_chars`.
+
+        The answer is an error for an unknown name, beyond `agent.max_tool_calls`, `max_tool_seconds` or
+        `tool_timeout_s`, and for a call that cannot be repeated and was begun by an earlier attempt. A call answered in
+        an earlier attempt is not repeated unless its answer had images, which are not kept. Raises RolloutError if the
+        tool itself fails, or if the call cannot be recorded before it is made.
         """
         number, self._calls = self._calls, self._calls + 1
         digest = call_digest(tool, arguments)
@@ -310,9 +312,8 @@ class AgentContext:
     async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardResult | None:
         """Score a response with the reward function; None if the response failed and is not scored.
 
-        An evaluation scores such a response too, and counts it among the failed ones.
-
-        `turns`: the whole trajectory, for functions that use it. Only the response `result` is judged.
+        An evaluation scores failed responses too, and counts them as failed. `turns`: the whole trajectory, for
+        functions that use it.
         """
         if defect(result):
             return None
@@ -351,7 +352,7 @@ class AgentContext:
         )  # fmt: skip
 
     def note_end(self, turns: int, malformed: int = 0, overflow: bool = False) -> None:
-        """Measure a loop at its end: its turns, unreadable calls, and an answer that did not fit."""
+        """Record a loop's turns, malformed calls, and whether an answer did not fit, at its end."""
         self.stats.turns.append(turns)
         self.stats.malformed_calls += malformed
         self.stats.overflows += overflow
@@ -385,7 +386,7 @@ class AgentContext:
         return answer
 
     async def _seen(self, answer: ToolAnswer, tool: str) -> ToolAnswer:
-        """Return an answer whose images the model can be shown, or an error that says why they cannot."""
+        """Return the answer if the model can be shown its images, else an error that says why not."""
         if not answer.images:
             return answer
         shows = self.toolbox.images
@@ -395,7 +396,7 @@ class AgentContext:
         if before + len(answer.images) > shows.most:
             bound = f"{before} of {shows.most} (model.vision.images_per_prompt) are there"
             return ToolAnswer(f"no room for {len(answer.images)} images: {bound}", error=True)
-        self._answered_with += len(answer.images)  # before other calls may go on
+        self._answered_with += len(answer.images)  # before the await, which lets other calls run
         try:
             for each in answer.images:
                 await asyncio.to_thread(check_image, each, decode=True)
@@ -422,7 +423,8 @@ class AgentLoop(Protocol):
     """Turns a prompt into trajectories. One object runs all samples at once: keep a sample's state inside `run`."""
 
     async def run(self, ctx: AgentContext) -> Trajectory | Sequence[Trajectory]:
-        """Generate, act and judge. The trajectory's token ids must be those that the engine received and produced.
+        """Generate, act and judge. Token ids must be exactly those that the engine received and produced.
+
         Several trajectories, such as the paths of a branching dialogue, are parts of one sample: they share its reward,
         status and advantage. Each must have a token that the model sampled.
         """

@@ -1,4 +1,4 @@
-"""The measurements of the rollout side for one batch. Pure: times are passed in."""
+"""What the rollout side measures for a batch. Pure: times are passed in."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ from megarl.queue.trajectory import SampleTag
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateResult
 
-# The parts of a sample's time: waiting, prefill, decoding, tools, reward. Times are passed in. Concurrent requests and
-# tools of a loop each count, so the parts may exceed the whole.
-
 SLOWEST = 3  # trajectories of a step that are logged
 PARTS = ("queue", "prefill", "decode", "tool", "reward", "other")
 
 
 @dataclass
 class TrajectoryTimes:
-    """Where the time of a sample goes, in seconds. `replica`: of its last response.
+    """Where the time of a sample goes, in seconds. Concurrent work counts each time: parts may exceed the whole.
 
-    `began`: by the monotonic clock. `seconds` and `ended`, in Unix time, are known at its end. `queue_s`: without an
-    engine's work, in the queue of the engine or on the way there.
+    `began`: on the monotonic clock. `ended`: Unix time; it and `seconds` are set at the end. `queue_s`: in the engine's
+    queue or on the way there. `replica`: of the last response.
     """
 
     group: int
@@ -53,7 +50,7 @@ class TrajectoryTimes:
         self.decode_s += max(0.0, result.seconds - result.queue_s - result.prefill_s)
 
     def end(self, now: float, unix: float) -> None:
-        """Note that the sample ends at `now` by the monotonic clock, at Unix time `unix`."""
+        """Record that the sample ends at `now` on the monotonic clock, which is Unix time `unix`."""
         self.seconds, self.ended = now - self.began, unix
 
     @property
@@ -69,7 +66,7 @@ class TrajectoryTimes:
 
     def args(self) -> dict[str, int | float]:
         """Return the fields of its event."""
-        # Written out: this is done for every trajectory of a run.
+        # Written out for speed: it runs for every trajectory.
         return {
             "turns": self.turns, "tokens": self.tokens, "queue_s": round(self.queue_s, 4),
             "prefill_s": round(self.prefill_s, 4), "decode_s": round(self.decode_s, 4),
@@ -78,12 +75,12 @@ class TrajectoryTimes:
 
 
 def by_slowness(times: TrajectoryTimes) -> tuple[float, int, int]:
-    """Return a key by which the slowest sample comes first; of equal ones the first."""
+    """Return a sort key that puts the slowest sample first."""
     return -times.seconds, times.group, times.sample
 
 
 def slowest(times: Iterable[TrajectoryTimes]) -> list[TrajectoryTimes]:
-    """Return the `SLOWEST` ones, the slowest first."""
+    """Return the `SLOWEST` slowest samples, the slowest first."""
     return heapq.nsmallest(SLOWEST, times, key=by_slowness)
 
 
@@ -109,7 +106,7 @@ class BusyClock:
         self._add(max(left, now - seconds), now)
 
     def take(self, now: float) -> float:
-        """Return the seconds since the last `take` in which an engine ran; open requests count from their sending."""
+        """Return the seconds since the last `take` in which an engine ran; open requests count since they were sent."""
         if self._running:
             self._add(min(self._running.values()), now)
         total = sum(end - begin for begin, end in self._intervals)
@@ -137,7 +134,7 @@ class BatchStats:
     skipped_prompts: int = 0
     continued: int = 0
     cut: int = 0
-    kept: int = 0  # groups that a resume has used again
+    kept: int = 0  # groups that a resume continued
     engine_seconds: float = 0.0
     tool_calls: int = 0
     tool_errors: int = 0
@@ -145,14 +142,14 @@ class BatchStats:
     overflows: int = 0  # trajectories that ended because a tool's answer did not fit
     turns: list[int] = field(default_factory=list)  # of each trajectory of an agent
     tool_seconds: list[float] = field(default_factory=list)
-    interval: float | None = None  # since the batch before was taken, in which the engines ran for `engine_seconds`
+    interval: float | None = None  # since the batch before was taken; engines ran for `engine_seconds` of it
     replaced_rewards: list[float] = field(default_factory=list)  # the mean of each replaced group, unshaped
     replaced_tokens: int = 0
     failed_lengths: list[int] = field(default_factory=list)  # response tokens of each sample of the failed groups
     slowest: list[TrajectoryTimes] = field(default_factory=list)
 
     def note_replaced(self, samples: Sequence[SampleTag]) -> None:
-        """Record a group without signal that is replaced; at least one of its samples has not failed."""
+        """Record a replaced group without signal; at least one of its samples must be "ok"."""
         rewards = [each.reward for each in first_parts(samples) if each.status == "ok"]
         self.replaced_rewards.append(sum(rewards) / len(rewards))
         self.replaced_tokens += sum(each.response_tokens for each in samples)
@@ -172,7 +169,7 @@ class BatchStats:
     def metrics(
         self, *, replicas_serving: int, replicas_lost: int, replicas_idle: int = 0, load: EngineLoad
     ) -> dict[str, float]:
-        """Return the declared `rollout/*` and `reward/*` metrics that only the rollout side can measure."""
+        """Return the `rollout/*`, `reward/*` and `agent/*` metrics that only the rollout side can measure."""
         values: dict[str, float] = {
             "rollout/skipped_prompts": self.skipped_prompts,
             "rollout/continued": self.continued,
@@ -218,7 +215,7 @@ class BatchStats:
         return values
 
 
-# Measured by the loops of the samples; the rest belongs to the whole run.
+# Fields measured per sample; the others belong to the whole run.
 _OF_SAMPLES = (
     "generate_seconds", "reward_seconds", "teacher_seconds", "reward_errors", "rewards_redone", "continued", "cut",
     "tool_calls", "tool_errors", "malformed_calls", "overflows", "turns", "tool_seconds",

@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 
 def try_agent(config: Config) -> tuple[list[str], dict[str, list[dict[str, Any]]]]:
-    """Make the loop, tools and toolboxes of the run, and end the tools; nothing is called.
+    """Make the loop, tools and toolboxes of the run without calling any tool, then close the tools.
 
-    Return the problems, as `key: what is wrong`, and the schemas of each set's tools by the set's key.
-
-    A tool that cannot be made is reported once, and its sets are tried with their other tools. What is wrong with the
-    tokenizer itself is left to `tokenizer_findings`.
+    Return the problems, as `key: what is wrong`, and the schemas of each set's tools by the set's key. A tool that
+    cannot be made is reported once, and its sets are tried with their other tools. Problems of the tokenizer itself are
+    left to `tokenizer_findings`.
     """
     problems: list[str] = []
     schemas: dict[str, list[dict[str, Any]]] = {}

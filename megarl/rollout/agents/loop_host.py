@@ -39,12 +39,10 @@ from megarl.rollout.tasks.toolbox import Toolbox
 from megarl.rollout.transport.background import CANCEL_S
 from megarl.rollout.transport.gather import BatchDecoder
 
-# The context of an agent loop that answers a held-out problem, and what an evaluation keeps of its end.
-
 
 @dataclass(frozen=True)
 class EvaluatedResponse:
-    """The end of a loop in an evaluation. `record`: its line of `eval_LABEL.jsonl`; `versions`: of its tokens."""
+    """How a loop ended in an evaluation. `record`: its line of `eval_LABEL.jsonl`; `versions`: of its tokens."""
 
     scored: ScoredResponse
     record: dict[str, Any]
@@ -52,7 +50,7 @@ class EvaluatedResponse:
 
 
 class EvalContext(AgentContext):
-    """The context of one response to a held-out problem. Nothing of it is kept for a resume."""
+    """The context of one response to a held-out problem. A resume keeps nothing of it."""
 
     _text, _outcome, _turns = "", RewardResult(0.0), tuple[Turn, ...]()
 
@@ -63,7 +61,7 @@ class EvalContext(AgentContext):
         return self._outcome
 
     async def ended(self, made: Trajectory | Sequence[Trajectory]) -> EvaluatedResponse:
-        """Return the end of the loop; of several trajectories the longest one is reported."""
+        """Return how the loop ended; of several trajectories, report the longest one."""
         rows = sample_rows(made, *self.place)
         longest = max(rows, key=lambda row: len(row.response_ids))
         versions = frozenset(span.version for row in rows for span in row.versions if span.version >= 0)
@@ -73,7 +71,7 @@ class EvalContext(AgentContext):
         """Return what the report needs from the loop's trajectory."""
         failure = None
         error = self._outcome.error
-        if row.status == "failed" and row.failure != error:  # that of a reward that drops its sample
+        if row.status == "failed" and row.failure != error:  # else a reward that drops its sample
             failure = SampleFailure("generation", row.failure)
         elif error is not None:
             failure = SampleFailure("reward", error)
@@ -110,8 +108,8 @@ class EvalContext(AgentContext):
 def answer_of(text: str, outcome: RewardResult) -> str | None:
     """Return the final answer as a string for voting; None if there is none.
 
-    It is the answer that the reward function judged. If the function does not return its answer: the content of the
-    box, else the last number. None if the function failed or could not parse an answer.
+    It is the answer that the reward function judged or, if the function returns none, the content of the last box, else
+    the last number.
     """
     if outcome.answer is not None:
         return outcome.answer
@@ -126,14 +124,12 @@ def answer_of(text: str, outcome: RewardResult) -> str | None:
 
 logger = logging.getLogger(__name__)
 
-# Bound on the end of the loops of a finished group; less than its canceller waits for them.
+# How long the loops of a finished group may take to end; its canceller waits longer.
 END_S = CANCEL_S / 2
-
-# The agent loop of demonstrations: the response is in the data, so no engine is asked and nothing is scored.
 
 
 class Demonstrate:
-    """Gives each sample of the group its own demonstration. The trainer learns it by the loss term `ce`."""
+    """Returns demonstrations from the data, one per sample, unscored; no engine is asked. The loss term is `ce`."""
 
     async def run(self, ctx: AgentContext) -> Trajectory:
         """Return the demonstration with the sample's number."""
@@ -157,7 +153,7 @@ LoopResult = Trajectory | Sequence[Trajectory]
 class LoopHost:
     """Runs the loops of groups and of evaluation responses, any number at once.
 
-    `loop`: that of the run. `toolboxes`: those of training and of held-out sets, by name.
+    `loop`: the run's loop. `toolboxes`, `eval_toolboxes`: of training and held-out sets, by name.
     """
 
     def __init__(
@@ -172,10 +168,9 @@ class LoopHost:
         teachers: Teachers | None = None,
         routes: RoutesSpec | None = None,
     ) -> None:
-        """`decode_all`: returns the texts of token ids; `timeout_s`: the longest time that it may take.
+        """`decode_all`: returns the texts of token ids; `timeout_s`: its time limit. `teachers`: those with engines.
 
-        `teachers`: those that have engines; None: the run has none. `routes`: of the experts that each trajectory must
-        have; None: none.
+        `routes`: the experts that each trajectory must have; None: none.
         """
         self.loop, self.rewards, self.teachers, self._routes = loop, rewards, teachers, routes
         self._decoder = BatchDecoder(decode_all, timeout_s)
@@ -184,8 +179,8 @@ class LoopHost:
     async def run_group(self, run: LoopRun) -> list[Trajectory]:
         """Return the trajectories of a group by sample and part.
 
-        Raises the exception of the first loop that fails, and RolloutError if they have not ended within the grace of
-        the group's deadline, under either policy.
+        Raises the exception of the first loop that fails, and RolloutError if loops still run after the grace of the
+        group's deadline, under either policy.
         """
         job = run.job
         loop = Demonstrate() if job.prompt.demonstrations else self.loop
@@ -210,7 +205,7 @@ class LoopHost:
         return await context.ended(made)
 
     async def failed(self, run: LoopRun, error: Exception) -> EvaluatedResponse:
-        """Return the end of a response whose loop failed, as a group fails in training."""
+        """Return the result of a response whose loop failed, as a group fails in training."""
         context = self._eval_context(run)
         return await context.ended(failed_trajectory(*context.place, str(error)))
 
@@ -242,9 +237,9 @@ async def _run_sample(loop: AgentLoop, context: AgentContext) -> LoopResult:
 
 
 async def _ended(loops: Sequence[Coroutine[Any, Any, LoopResult]], run: LoopRun, loop: AgentLoop) -> list[LoopResult]:
-    """Return what the `loops` of a group return. The first failure, or the deadline's grace, ends the others.
+    """Return what a group's loops return. The first failure, or the end of the deadline's grace, cancels the others.
 
-    Loops that ignore their cancellation are abandoned after `END_S`: the group ends without them.
+    Loops that ignore their cancellation are abandoned after `END_S`.
     """
     deadline = run.deadline
     left_s = None if deadline is None else max(0.0, deadline.at + deadline.grace_s - time.monotonic())
@@ -270,7 +265,7 @@ async def _end(tasks: Sequence[asyncio.Future[LoopResult]], run: LoopRun) -> Non
     """Cancel the loops of a group that is over; see `_ended`."""
     for task in tasks:
         task.cancel()
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody asks for it any more
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else retrieves it
     if open_tasks := [task for task in tasks if not task.done()]:
         _, left = await asyncio.wait(open_tasks, timeout=END_S)
         if left:
@@ -278,20 +273,17 @@ async def _end(tasks: Sequence[asyncio.Future[LoopResult]], run: LoopRun) -> Non
 
 
 def failed_group(group_id: int, samples: int, dataset: str, reason: str) -> list[Trajectory]:
-    """Return the trajectories of a group that could not run: without tokens, counted, never trained on."""
+    """Return the trajectories of a group that could not run: without tokens, counted but never trained on."""
     return _of_set([failed_trajectory(group_id, index, reason) for index in range(samples)], dataset)
 
 
 def _of_set(rows: list[Trajectory], dataset: str) -> list[Trajectory]:
-    """Return the trajectories with the name of their data set; there is none if the run has only one."""
+    """Return the trajectories with the name of their data set, which is empty if the run has only one."""
     return [replace(row, dataset=dataset) for row in rows] if dataset else rows
 
 
-# The agent loop of single-turn tasks: one response to the prompt, scored once.
-
-
 class SingleTurn:
-    """Samples one response and scores it."""
+    """Samples one response to the prompt and scores it."""
 
     async def run(self, ctx: AgentContext) -> Trajectory:
         """Return the trajectory of one response."""
@@ -301,7 +293,7 @@ class SingleTurn:
 
 
 def routes_spec(config: Config) -> RoutesSpec | None:
-    """Return what the experts of a token are that the trainer replays; None if engines return none."""
+    """Return the shape of the routes that the trainer replays; None unless `trainer.router_replay` is r3."""
     if config.trainer.router_replay != "r3":
         return None
     info = load_info(config.model.path)
@@ -316,7 +308,7 @@ def find_loop(agent: AgentConfig) -> AgentLoop:
     if agent.loop in (SINGLE_TURN, TOOL_AGENT):
         return SingleTurn() if agent.loop == SINGLE_TURN else ToolAgent()
     if agent.loop == HARNESS:
-        # In a layer above this one, so found like a user's loop.
+        # It is in a layer above this one.
         made: Any = importlib.import_module("megarl.environments.harness_loop").Harness.of(agent)
         return cast(AgentLoop, made)
     found: Any = imported(agent.loop, "agent.loop:")
@@ -330,5 +322,4 @@ def find_loop(agent: AgentConfig) -> AgentLoop:
         raise
     except Exception as error:
         raise ValueError(f"agent.loop: {agent.loop!r} failed with {type(error).__name__}: {error}") from error
-    loop: AgentLoop = made
-    return loop
+    return cast(AgentLoop, made)

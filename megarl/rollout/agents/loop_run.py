@@ -1,4 +1,4 @@
-"""The job of a loop host: the loops of a prompt group, or the loop of one evaluation response."""
+"""The jobs of a loop host, one attempt at a job, and the prompt groups that run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.resume.group_progress import GroupProgress, RequestPlace, UnfinishedGroup
 from megarl.rollout.tasks.prompts import EvalSet, PromptSource, PromptTask
 
-EVAL_SEED_OFFSET = 1 << 32  # of the groups, so that no training sample has the same seed
+EVAL_SEED_OFFSET = 1 << 32  # added to group numbers, so that no training sample has the same seed
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class EvalPlace:
 class LoopJob:
     """The loops of a prompt group, or the loop of one evaluation response (`evaluated`). Workers get it unchanged.
 
-    `group`: the group's id, or a number that stands for it in an evaluation. With `seed` and the sample it gives the
-    seeds of requests; their ids begin with `name`. `home`: see `RequestContext`.
+    `group`: the group's id, or a number in its place in an evaluation. `seed`, `group` and the sample give the seeds of
+    requests. Request ids begin with `name`. `home`: see `RequestContext`.
     """
 
     group: int
@@ -73,11 +73,9 @@ class LoopJob:
         self, place: RequestPlace, near: int | None, deadline: GroupDeadline | None,
         tokens: MutableMapping[str, ResponsePart],
     ) -> RequestContext:  # fmt: skip
-        """Return the context of a request. From turn 1 on its beginning is in the cache of one replica, `near`."""
+        """Return the context of a request. From turn 1 on, the replica `near` has its beginning in its cache."""
         sample, turn = place
-        if (
-            own := self.evaluated
-        ) is not None:  # first turns share calls, which therefore keep no tokens of one response
+        if (own := self.evaluated) is not None:  # first turns share calls, so they keep no tokens of one response
             return RequestContext((own.index, own.mode, sample), near=near) if turn else RequestContext()
         prefix, near = ((self.group, sample), near) if turn else (self.group, None)
         return RequestContext(prefix, self.home, near, deadline, tokens)
@@ -95,7 +93,7 @@ class LoopRun:
         deadline: GroupDeadline | None = None,
         persist: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """`generate`: the way to the engines; None: that of a subclass. `kept`: what it had in an attempt before.
+        """`generate`: sends to the engines; None: a subclass does. `kept`: what an earlier attempt left.
 
         `persist`: see `RunningGroups`; None: nothing resumes.
         """
@@ -106,7 +104,7 @@ class LoopRun:
         self._files: asyncio.Future[dict[str, bytes | Awaitable[bytes]]] | None = None
 
     async def generate(self, request: GenerateRequest, place: RequestPlace, near: int | None) -> GenerateResult:
-        """Have an engine answer a request that has begun. `near`: the replica of the sample's turn before."""
+        """Have an engine answer a request. `near`: the replica of the sample's previous turn."""
         assert self._generate is not None
         if request.images:
             if self._files is None:  # once for all requests of the job; each engine fetches them once
@@ -120,16 +118,13 @@ class LoopRun:
         return await self._generate(request, context)
 
     async def persist(self) -> None:
-        """Return when what there is outlives this process. Raises RolloutError if it cannot be written."""
+        """Return when the job's progress outlives this process. Raises RolloutError if it cannot be written."""
         if self._persist is not None:
             await self._persist(self.job.group)
 
 
 def _shared_files(prompt: PromptTask) -> dict[str, bytes | Awaitable[bytes]]:
-    """Return the `shared` files of a prompt's images by their hashes.
-
-    Raises RolloutError for a file that is not there any more.
-    """
+    """Return the `shared` files of a prompt's images by hash. Raises RolloutError for an unreadable file."""
     try:
         files = prompt.files()
     except (OSError, ValueError) as error:
@@ -141,9 +136,7 @@ Persist = Callable[[int, Mapping[int, GroupProgress]], Awaitable[None]]
 
 
 class RunningGroups:
-    """Runs the prompt groups of a run: `progress` is what each has so far, `stats` the measurements of those that ended
-    since the last batch was taken.
-    """
+    """Runs prompt groups. `progress`: of each running group; `stats`: of those that ended since the last batch."""
 
     def __init__(
         self,
@@ -157,7 +150,7 @@ class RunningGroups:
     ) -> None:
         """`partition` makes the request ids of this attempt of the run unique. `in_workers`: the loops run elsewhere.
 
-        `persist`: returns when what a group has is where a resumed run finds it; None: nothing resumes.
+        `persist`: returns when a resumed run would find the group's progress; None: nothing resumes.
         """
         self._config, self._source, self._generate, self._partition = config, source, generate, partition
         self._persist, self._in_workers = persist, in_workers
@@ -168,11 +161,11 @@ class RunningGroups:
     async def run(
         self, group_id: int, kept: UnfinishedGroup | None, run_loops: Callable[[LoopRun], Awaitable[list[Trajectory]]]
     ) -> list[Trajectory]:
-        """Return the group's trajectories by sample and part; `kept`: what it had in an attempt before.
+        """Return the group's trajectories by sample and part; `kept`: what an earlier attempt left.
 
-        Raises what `run_loops` raises; the lengths of a group that fails are measured.
+        Raises what `run_loops` raises, after recording the lengths of the failed group.
         """
-        if self._in_workers:  # many groups may begin at once: other tasks run between two prompts
+        if self._in_workers:  # many groups may begin at once: let other tasks run between two prompts
             async with self._drawing:
                 prompt = self._source.draw(group_id)
                 await asyncio.sleep(0)
@@ -196,11 +189,11 @@ class RunningGroups:
             self.stats.add(run.stats)
 
     async def persist(self, group_id: int) -> None:
-        """Return when what the group has is kept. Raises RolloutError if it cannot be written."""
+        """Return when the group's progress is kept. Raises RolloutError if it cannot be written."""
         if self._persist is not None:
             await self._persist(group_id, self.progress)
 
     def take_stats(self) -> BatchStats:
-        """Return the measurements, and begin new ones."""
+        """Return the measurements and start over."""
         stats, self.stats = self.stats, BatchStats()
         return stats

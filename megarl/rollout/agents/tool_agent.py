@@ -1,4 +1,4 @@
-"""The agent loop of a model that may call tools before it answers: the driver of the states in `tool_states`."""
+"""The agent loop of a model that may call tools before it answers; it drives the states in `tool_states`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from megarl.rollout.agents.trajectory_builder import defect, dialogue_trajectory
 from megarl.rollout.engine.messages import GenerateResult
 from megarl.tools.tool import ToolAnswer
 
-# The end of an agent's trajectory: its last turn is judged, and all turns become one row.
-
 
 async def finish(
     ctx: AgentContext,
@@ -36,8 +34,8 @@ async def finish(
 ) -> Trajectory:
     """Return the trajectory of the model's turns `results`; `inserted[i]` are the tokens between turns i and i + 1.
 
-    The last turn is judged, unless a turn is defect or there is a `failure`. `turns`: the whole dialogue, for reward
-    functions that look at it. `finish_reason`: of the trajectory; default: that of the last turn.
+    The last turn is judged unless a turn is defective or `failure` is set. `turns`: the whole dialogue, for reward
+    functions that use it. `finish_reason`: of the trajectory; default: that of the last turn.
     """
     failure = failure or next((found for result in results if (found := defect(result))), "")
     outcome = None if failure else await ctx.judge(results[-1], turns)
@@ -54,7 +52,7 @@ async def finish(
 
 
 class _Said:
-    """The turns of the model, and their texts, each of which is decoded once."""
+    """The model's turns and their texts, each decoded once."""
 
     def __init__(self, dialogue: Dialogue, results: list[GenerateResult]) -> None:
         self._dialogue, self.results = dialogue, results
@@ -68,7 +66,7 @@ class _Said:
 
 
 class ToolAgent:
-    """Lets the model call tools, one after the other, until a turn calls none. Every state is frozen."""
+    """Lets the model call tools, one after the other, until a turn calls none. Freezes every state."""
 
     async def run(self, ctx: AgentContext) -> Trajectory:
         """Return the trajectory of all turns."""
@@ -86,7 +84,7 @@ class ToolAgent:
         return await finish(ctx, results, inserted, turns, finish_reason=state.end, failure=state.failure)
 
     async def _act(self, ctx: AgentContext, state: ToolAgentState, said: _Said) -> AgentEvent:
-        """Do what a state asks for; `said` gets what the model said. Return what has happened."""
+        """Do what a state asks for, add the model's turn to `said`, and return what happened."""
         results = said.results
         if state.phase == "generating":
             response = _response(state, results)
@@ -122,7 +120,7 @@ class ToolAgent:
 
 
 def _response(state: ToolAgentState, results: list[GenerateResult]) -> list[int]:
-    """Return all tokens after the prompt: each turn and, if there is a next one, the tokens that lead to it."""
+    """Return all tokens after the prompt: the turns, and the inserted tokens between them."""
     sampled = [result.response_ids for result in results]
     inserted = [list(each.token_ids) for each in state.rounds]
     return list(chain.from_iterable(chain(*zip_longest(sampled, inserted, fillvalue=[]))))

@@ -2,8 +2,8 @@
 
     generating -> parsing -> calling -> inserting -> generating -> ... -> done
 
-A state holds everything but the tokens that the model sampled, which the journal keeps alongside it. So a loop goes on
-from any state, in another process too.
+A state holds everything but the sampled tokens, which the journal keeps. So a loop can continue from any state, in
+another process too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AgentPhase = Literal["generating", "parsing", "calling", "inserting", "done"]
 
 @dataclass(frozen=True)
 class RequestedCall:
-    """A call that the model asked for. `error`: why it cannot be made, which is its answer; empty if it can."""
+    """A call that the model asked for. `error`: why it cannot be made (the model gets it as answer), or empty."""
 
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class RequestedCall:
 
 @dataclass(frozen=True)
 class Round:
-    """The calls of a turn, their answers, and the tokens that lead from that turn to the next one."""
+    """The calls of a turn, their answers, and the tokens inserted between that turn and the next one."""
 
     calls: tuple[RequestedCall, ...]
     answers: tuple[ToolAnswer, ...]
@@ -47,8 +47,8 @@ class Round:
 class ToolAgentState:
     """The progress of one trajectory.
 
-    `turns`: turns of the model that have ended. `calls` and `answers`: of the last turn; earlier ones are in `rounds`.
-    `end` and `failure`: of the trajectory, in `done`; `overflow`: it ended because the answers did not fit.
+    `turns`: the number of ended turns. `calls` and `answers`: of the last turn; earlier ones are in `rounds`. `end` and
+    `failure`: how the trajectory ended, in `done`; `overflow`: it ended because the answers did not fit.
     """
 
     phase: AgentPhase = "generating"
@@ -73,13 +73,13 @@ class TurnEnded:
 
 @dataclass(frozen=True)
 class AnswersEncoded:
-    """The tokens of all answers, and whether they and at least one of the next turn fit into the trajectory."""
+    """The tokens of all answers. `fit`: the trajectory has room for them and at least one token of the next turn."""
 
     token_ids: tuple[int, ...]
     fit: bool
 
 
-# `ParsedTurn`: the text of the last turn was read. `ToolAnswer`: the next of the calls was answered.
+# `ParsedTurn`: the last turn was parsed. `ToolAnswer`: the next call was answered.
 AgentEvent = TurnEnded | ParsedTurn | ToolAnswer | AnswersEncoded
 
 
@@ -101,7 +101,7 @@ def _after_turn(state: ToolAgentState, event: TurnEnded) -> ToolAgentState:
     turns = state.turns + (not event.empty)
     if event.finish_reason == "stop" and not event.empty:
         return changed(state, phase="parsing", turns=turns)
-    # A response without tokens is no turn: the trajectory ends with the one before, if there is one.
+    # A response without tokens is not a turn: the trajectory ends with the turn before, if there is one.
     failure = event.failure or ("empty response" if event.empty and not turns else "")
     end: FinishReason = "length" if event.finish_reason == "stop" else event.finish_reason
     return changed(state, phase="done", turns=turns, end=end, failure=failure)

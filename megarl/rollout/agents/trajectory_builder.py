@@ -28,9 +28,7 @@ def generation_failure(result: GenerateResult) -> str:
 
 
 def defect(result: GenerateResult) -> str:
-    """Return why a sample cannot be trained on; empty if it can: a failed generation, or weight versions that do not
-    cover every response token.
-    """
+    """Return why a sample cannot be trained on: a failed generation, or tokens without a weight version; else empty."""
     if failure := generation_failure(result):
         return failure
     covered = 0
@@ -44,7 +42,7 @@ def defect(result: GenerateResult) -> str:
 
 
 def failed_trajectory(group_id: int, sample_index: int, reason: str) -> Trajectory:
-    """Return the trajectory of a sample of which nothing was generated."""
+    """Return the trajectory of a sample without generated tokens."""
     return Trajectory(
         group_id=group_id,
         sample_index=sample_index,
@@ -82,7 +80,7 @@ def row_of(
     starts: list[int],
     mask: list[int] | None = None,
 ) -> Trajectory:
-    """Return a row. `starts`: the first token of each of the model's turns. `mask`: None if it sampled all tokens."""
+    """Return a row. `starts`: the first token of each of the model's turns. `mask`: None if all tokens were sampled."""
     by_turn = list(outcome.turn_rewards) if outcome is not None else []
     if by_turn and len(by_turn) != len(starts):
         raise ValueError(
@@ -125,9 +123,9 @@ def dialogue_trajectory(
 ) -> Trajectory:
     """Return the trajectory of several turns of the model, `results`.
 
-    `inserted[i]`: the tokens between turns i and i + 1; they have mask 0, log-prob 0 and no version. What was inserted
-    after the last turn is left out. `failure`: why the sample cannot be used; then it has no outcome. Raises ValueError
-    if a sample that did not fail has none, or one for another number of turns.
+    `inserted[i]`: the tokens between turns i and i + 1; they have mask 0, log-prob 0 and no version. Tokens after the
+    last turn are left out. `failure`: why the sample cannot be used; then it has no outcome. Raises ValueError if a
+    sample that did not fail has no outcome, or one for another number of turns.
     """
     ids: list[int] = []
     logprobs: list[float] = []
@@ -206,7 +204,7 @@ def _without_version(row: Trajectory) -> int | None:
 
 
 def fail_without_routes(rows: list[Trajectory], spec: RoutesSpec) -> list[Trajectory]:
-    """Return a sample's rows, as failed if the experts of one of them cannot be replayed."""
+    """Return a sample's rows; mark all as failed if one of them has no valid routes."""
     problems = [spec.problem(row.routes, len(row.prompt_ids) + len(row.response_ids) - 1) for row in rows]
     if not any(problems) or rows[0].status == "failed":
         return rows
@@ -214,18 +212,15 @@ def fail_without_routes(rows: list[Trajectory], spec: RoutesSpec) -> list[Trajec
     return [replace(row, status="failed", failure=failure) for row in rows]
 
 
-# The rows that an agent loop has made of one sample, checked and numbered. Pure.
-
-# A sample has one reward and one end, whatever the number of its rows.
+# All rows of a sample share these.
 _SHARED = ("reward", "reward_components", "status", "failure", "reward_error")
 
 
 def sample_rows(made: Trajectory | Sequence[Trajectory], group_id: int, sample_index: int) -> list[Trajectory]:
-    """Return what an agent loop has returned as the parts 0, 1, ... of the sample, in its order.
+    """Check what an agent loop returned, and return it numbered as the parts 0, 1, ... of the sample.
 
-    Raises ValueError naming the sample and what is wrong with it: a row (`check_trajectory`), rows that differ in
-    reward, in status or in whether they have rewards of turns, or one of several rows without a token that the model
-    sampled.
+    Raises ValueError naming the sample and what is wrong: a row (`check_trajectory`), rows that differ in reward,
+    status or presence of turn rewards, or one of several rows without a sampled token.
     """
     rows = [made] if isinstance(made, Trajectory) else list(made)
     name = f"sample {group_id}:{sample_index}"

@@ -1,4 +1,4 @@
-"""The responses to the requests of one call, as far as engines have reported them. Pure."""
+"""The responses to the requests of one call, as far as engines have reported them, and their deadline. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megarl.config.schema import Config
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.response_parts import ResponsePart, continue_request, join_parts, tokens_end
 
-# How many engines in a row may be lost with a response before one reports a token of it. Otherwise a request that kills
-# its engine would end every engine in turn.
+# A response fails after this many lost engines in a row without a new token. Otherwise a request that kills its engine
+# would kill every engine in turn.
 MOST_ATTEMPTS = 3
 
 
@@ -23,32 +23,32 @@ MOST_ATTEMPTS = 3
 class _Response:
     request: GenerateRequest
     replica: int = -1
-    sent_at: int = 0  # tokens that it had when it was sent to `replica`
+    sent_at: int = 0  # tokens it had when it was sent to `replica`
     lost_replicas: int = 0
-    lost_seconds: float = 0.0  # of engine time, on the replicas before
+    lost_seconds: float = 0.0  # engine time on earlier replicas
     lost_queue_s: float = 0.0
     lost_prefill_s: float = 0.0
-    attempts: int = 0  # in a row that ended with the loss of the replica, without a new token
+    attempts: int = 0  # in a row that lost the replica without a new token
     failure: str = ""
     cut: bool = False
 
     def leave(self, tokens: ResponsePart) -> None:
-        """Keep the times on a replica that no longer works on it."""
+        """Add up the times of a replica that stops working on it."""
         self.lost_seconds += tokens.seconds
         self.lost_queue_s += tokens.queue_s
         self.lost_prefill_s += tokens.prefill_s
 
 
 class ResponsesSoFar:
-    """Collects the parts that replicas report, in whatever order the replicas follow each other.
+    """Collects the parts that replicas report.
 
-    For each replica: `send`, any number of `add`, and if the replica does not finish them all, `interrupt` or `move`.
+    For each replica: `send`, any number of `add`, then `interrupt` or `move` if it does not finish all responses.
     """
 
     def __init__(
         self, requests: Sequence[GenerateRequest], tokens: MutableMapping[str, ResponsePart] | None = None
     ) -> None:
-        """`tokens`: those that responses have already, by request id; it is kept up to date."""
+        """`tokens`: what responses already have, by request id; it is kept up to date."""
         self._responses = {request.request_id: _Response(request) for request in requests}
         if len(self._responses) != len(requests):
             raise ValueError("several requests of one call have the same id")
@@ -59,7 +59,7 @@ class ResponsesSoFar:
     def _begin(self, request: GenerateRequest) -> None:
         begun = self._tokens.get(request.request_id, ResponsePart())
         end = begun.finish_reason or tokens_end(request, begun)
-        # `seconds` are of an engine that has gone.
+        # Its times are those of an earlier engine.
         self._tokens[request.request_id] = begun.without_times(end)
 
     def __len__(self) -> int:
@@ -67,11 +67,11 @@ class ResponsesSoFar:
 
     @property
     def unfinished(self) -> list[str]:
-        """Ids of the requests whose response has not ended, in the order of the requests."""
+        """Ids of the requests whose responses have not ended, in their order."""
         return [name for name in self._responses if self._tokens[name].finish_reason is None]
 
     def unfinished_at(self, when: str) -> RolloutError:
-        """Return the error of a group whose responses have not ended; `when` ends its first clause."""
+        """Return the error of a group with unfinished responses; `when` is part of the message."""
         names = self.unfinished
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return RolloutError(
@@ -95,14 +95,14 @@ class ResponsesSoFar:
 
     @property
     def reported(self) -> dict[str, int]:
-        """The unfinished requests, and how many tokens of each its replica has reported."""
+        """How many tokens of each unfinished request its current replica has reported."""
         responses = self._responses
         return {name: len(self._tokens[name].response_ids) - responses[name].sent_at for name in self.unfinished}
 
     def progress(self, parts: Mapping[str, ResponsePart]) -> tuple[int, float]:
-        """Return the tokens of a report that was not added yet, and the seconds that responses took for them.
+        """Return the number of tokens of a report that is not yet added, and the seconds that they took.
 
-        A response without a token is left out: it may wait for a place in the engine.
+        Responses without a token are left out: they may wait for a place in the engine.
         """
         tokens, seconds = 0, 0.0
         for name, part in parts.items():
@@ -113,32 +113,30 @@ class ResponsesSoFar:
         return tokens, seconds
 
     def add(self, parts: Mapping[str, ResponsePart]) -> int:
-        """Append reported tokens; return how many responses ended with them. Raises ValueError for one that had ended.
-
-        A response that the engine dropped has ended.
-        """
+        """Append reported tokens; return how many responses ended. Raises ValueError for one that had already ended."""
         for name, part in parts.items():
             self._tokens[name] = join_parts(self._tokens[name], part)
         return sum(part.finish_reason is not None for part in parts.values())
 
     def add_last(self, parts: Mapping[str, ResponsePart]) -> int:
-        """Append the last tokens of requests that a replica was asked to end, as `add`.
+        """Append the last tokens of requests that a replica was asked to stop, as `add` does.
 
-        Stopped ones have not ended: they can continue elsewhere, or be cut.
+        Stopped responses have not ended: they can continue elsewhere, or be cut.
         """
         stopped = [name for name, part in parts.items() if part.finish_reason == "abort"]
         return self.add({**parts, **{name: replace(parts[name], finish_reason=None) for name in stopped}})
 
     def cut(self) -> None:
-        """End the unfinished responses as they are, truncated."""
+        """Truncate the unfinished responses: they end as they are."""
         for name in self.unfinished:
             self._tokens[name] = replace(self._tokens[name], finish_reason="length")
             self._responses[name].cut = True
 
     def interrupt(self) -> None:
-        """Record that the replica of the unfinished responses is lost. A response whose tokens complete it has ended,
-        even if the engine died before reporting it. A response with which `MOST_ATTEMPTS` replicas in a row were lost
-        without a token fails.
+        """Record that the replica of the unfinished responses is lost.
+
+        A response with all its tokens has ended, even if the engine died before reporting the end. A response fails
+        after `MOST_ATTEMPTS` lost replicas in a row without a new token.
         """
         for name in self.unfinished:
             response, tokens = self._responses[name], self._tokens[name]
@@ -152,7 +150,7 @@ class ResponsesSoFar:
             self._tokens[name] = tokens.without_times(end)
 
     def move(self) -> None:
-        """Record that another replica continues the unfinished responses, because theirs is drained."""
+        """Record that the replica of the unfinished responses is drained, and another one continues them."""
         for name in self.unfinished:
             tokens = self._tokens[name]
             self._responses[name].leave(tokens)
@@ -183,17 +181,14 @@ def _result(response: _Response, tokens: ResponsePart) -> GenerateResult:
     )
 
 
-# The deadline of a prompt group: when its responses and loops must end, and what happens to unfinished ones. Pure.
-
-GRACE_S = 60.0  # bound on the end of the loops after a group's deadline, when its responses have ended
+GRACE_S = 60.0  # how long loops may run after the group's deadline, which ends their responses
 
 
 class GroupDeadline(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The time `at` which a group has run for `seconds`, on the caller's monotonic clock.
 
-    It travels to another process as `sent` returns it, and is `received` there.
-
-    `grace_s`: the seconds after it in which the group's loops have to end.
+    Convert it with `sent` and `received` on its way to another process. `grace_s`: how long the group's loops may still
+    run after it.
     """
 
     at: float
@@ -203,8 +198,9 @@ class GroupDeadline(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
     @classmethod
     def of(cls, config: Config, now: float) -> GroupDeadline | None:
-        """Return the deadline of a group that starts `now`; None if it has none. Its grace ends before a trainer that
-        waited for the group from its start gives up.
+        """Return the deadline of a group that starts `now`; None if it has none.
+
+        Its grace ends before a trainer that has waited for the group from its start gives up.
         """
         seconds, policy = group_deadline_s(config), config.rollout.on_group_deadline
         if seconds is None or policy == "finish":
@@ -231,10 +227,10 @@ class GroupDeadline(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 class RequestContext:
     """Travels with a request from its loop to the replica. Requests with the same prefix have the same context.
 
-    `prefix`: such requests share the beginning of their prompts and go to one replica; None shares nothing. `home`: a
-    number that alone determines the replica. `near`: a replica that has the prefix in its cache (see `Router.assign`).
-    `deadline`: when the responses have to end. `tokens`: those that responses have already, by request id; they are
-    continued, and it is kept up to date.
+    `prefix`: requests with the same one share the beginning of their prompts and go to one replica; None: nothing
+    shared. `home`: a number that alone determines the replica. `near`: a replica that has the prefix in its cache (see
+    `Router.assign`). `deadline`: when the responses must end. `tokens`: what responses already have, by request id; it
+    is kept up to date.
     """
 
     prefix: Hashable = None

@@ -17,13 +17,11 @@ from megarl.config.schema import CPU_KV_CACHE_GIB, Config, RolloutConfig, Vision
 from megarl.models.hf.model_files import hf_files, not_for_engines, raw_config
 from megarl.models.hf.read_config import family_of, sees
 
-# Lets vLLM's engine process collect garbage rarely until it has imported what it needs, which takes seconds.
-
 
 class EngineStart:
-    """Replaces `EngineCoreProc.run_engine_core` (vllm 0.32.0), which it calls in the engine's process.
+    """Wraps `EngineCoreProc.run_engine_core` (vllm 0.32.0) to collect garbage rarely during the engine's imports.
 
-    multiprocessing pickles it before its arguments; unpickling these imports vLLM in the new process.
+    multiprocessing pickles it before its arguments; unpickling these imports vLLM in the new process, for seconds.
     """
 
     def __init__(self, original: Callable[..., object]) -> None:
@@ -47,7 +45,7 @@ def _in_new_process() -> EngineStart:
 
 
 def start_engines_fast() -> None:
-    """Make engine processes that this process starts begin with an `EngineStart`. Idempotent."""
+    """Make engine processes started by this process begin with an `EngineStart`. Idempotent."""
     from vllm.v1.engine.core import EngineCoreProc
 
     core: Any = EngineCoreProc
@@ -56,7 +54,7 @@ def start_engines_fast() -> None:
 
 
 CPU_BATCHED_TOKENS = 8192
-# vLLM's own CPU worker ignores sleep. A name, because only an engine's process imports it.
+# vLLM's CPU worker ignores sleep. A name, because only the engine's process imports it.
 SLEEPING_CPU_WORKER = "megarl.weights.receive.sleeping_worker.SleepingCPUWorker"
 # An engine without a GPU returns experts after a call of `return_routed_experts` in its workers.
 RETURNS_EXPERTS = {
@@ -103,8 +101,8 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
     if not reads_weights(rollout, config.model.path):
         arguments["load_format"] = "dummy"
     if cuda and rollout.tensor_parallel > 1 and not _has_flashinfer_kernels():
-        # On Hopper and Blackwell vLLM 0.32 (config/vllm.py:171) fuses all-reduce and norm by FlashInfer, which without
-        # its built kernels downloads and compiles them at the start: minutes, or an error without internet.
+        # On Hopper and Blackwell vLLM 0.32 (config/vllm.py:171) fuses all-reduce and norm with FlashInfer. Without
+        # built kernels FlashInfer downloads and compiles them at the start: minutes, or an error without internet.
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if evaluates_alongside_training(config):
         arguments["scheduling_policy"] = "priority"
@@ -114,26 +112,27 @@ def engine_args(config: Config, *, cuda: bool, max_model_len: int | None = None)
     if not cuda:
         arguments |= _whole_prompts(max_model_len or rollout.max_model_len)
         if has_states(raw):
-            # With prefix caching vLLM keeps states at the borders of blocks, for which it needs chunked prefill.
+            # With prefix caching vLLM keeps states at block boundaries, which needs chunked prefill.
             arguments["enable_prefix_caching"] = False
         if arguments["dtype"] == "float32":
-            # On a CPU with AMX vLLM takes a kernel for latent attention that has bf16 alone, and dies in fp32. Models
-            # with other attention ignore this.
+            # With AMX vLLM picks a kernel for latent attention that supports only bf16, and dies in fp32. Models with
+            # other attention ignore this.
             arguments["attention_config"] = {"backend": "CPU_MLA"}
     arguments |= resolved(rollout.engine_kwargs, "rollout.engine_kwargs")
-    if raw.get("quantization_config"):  # the trainer sends its own, plain weights
+    if raw.get("quantization_config"):  # the trainer sends plain weights
         arguments["hf_overrides"] = {**arguments.get("hf_overrides", {}), "quantization_config": None}
     return arguments
 
 
 def has_states(raw: Mapping[str, Any]) -> bool:
-    """Return whether a model's parsed config.json says that it has Gated DeltaNet layers."""
+    """Return whether a model has Gated DeltaNet layers, by its parsed config.json."""
     return "linear_num_value_heads" in (raw.get("text_config") or raw)
 
 
 def _vision(vision: VisionConfig, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a model that sees. It gets finished patches, so its own processor never runs. vLLM
-    measures its memory with the largest image, as bounded for the processor.
+    """Return the arguments of a vision model. It gets finished patches, so its processor never runs.
+
+    vLLM measures its memory with the largest image that the processor's bounds allow.
     """
     side = int(raw["vision_config"]["patch_size"]) * int(raw["vision_config"].get("spatial_merge_size", 2))
     return {
@@ -152,9 +151,9 @@ def _has_flashinfer_kernels() -> bool:
 
 
 def reads_weights(rollout: RolloutConfig, model: Path) -> bool:
-    """Return whether engines read the model's weights when they start; otherwise the first weight sync brings them.
+    """Return whether engines read the model's weights at the start; otherwise the first weight sync brings them.
 
-    vLLM cannot read a Megatron checkpoint, and would run quantised weights in another arithmetic.
+    vLLM cannot read a Megatron checkpoint, and would run quantized weights in other arithmetic.
     """
     return rollout.load_weights and not not_for_engines(model)
 
@@ -181,8 +180,8 @@ def engine_environment(rollout: RolloutConfig, *, cuda: bool, model: Path | None
         **({no_torchvision.DELTA_NET: "1"} if has_states(raw) else {}),
     }
     if cuda:
-        # vLLM's other use of FlashInfer's all-reduce (distributed/device_communicators/cuda_communicator.py:70), which
-        # compiles at the first one.
+        # vLLM also uses FlashInfer's all-reduce here, which compiles at the first call
+        # (distributed/device_communicators/cuda_communicator.py:70).
         if rollout.tensor_parallel > 1 and not _has_flashinfer_kernels():
             environment["VLLM_ALLREDUCE_USE_FLASHINFER"] = os.environ.get("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
         return environment
@@ -197,7 +196,7 @@ def engine_environment(rollout: RolloutConfig, *, cuda: bool, model: Path | None
         # One core per worker; by default vLLM requires one NUMA node per worker.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(threads))
     else:
-        # vLLM refuses the "uni" executor on CPU unless this is set. With it the engine process runs the model itself
-        # instead of a worker process, which saves one interpreter start (15 s of CPU) and an RPC per token.
+        # vLLM refuses the "uni" executor on CPU unless this is set. The engine process then runs the model itself,
+        # which saves the start of a worker process (15 s of CPU) and an RPC per token.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return environment

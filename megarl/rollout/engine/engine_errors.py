@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def innermost(error: BaseException) -> str:
-    """Return the innermost cause in one line: vLLM wraps the engine's own error in several layers."""
+    """Return the innermost cause in one line: vLLM wraps the engine's error in several layers."""
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -22,9 +22,9 @@ def innermost(error: BaseException) -> str:
 
 
 def root_cause(log_file: Path, start: int = 0) -> str:
-    """Return the last error that vLLM's engine or worker process has logged after byte `start`; "" if there is none.
+    """Return the last error that vLLM's engine or worker process logged after byte `start`; "" if there is none.
 
-    The front end's own error only refers to that log. The lines look like
+    The front end's error only refers to that log. The lines look like
     `(EngineCore pid=7) ERROR 11-21 01:26:19 [core.py:1510] ValueError: ...`.
     """
     logged = re.compile(r"^\((?:EngineCore|Worker)[^)]*\) ERROR \S+ \S+ \[[^\]]*\] ([\w.]*(?:Error|Exception)\b.*)$")
@@ -36,7 +36,7 @@ def root_cause(log_file: Path, start: int = 0) -> str:
 
 
 def ending(engine: AsyncLLM | None) -> str:
-    """Return how the engine's processes ended, as in ` (killed by SIGKILL)`; "" if vLLM does not know it."""
+    """Return how the engine's processes ended, such as ` (killed by SIGKILL)`; "" if vLLM does not know it."""
     resources = getattr(getattr(engine, "engine_core", None), "resources", None)
     manager = getattr(resources, "engine_manager", None)
     codes = [] if manager is None else manager.finished_procs().values()

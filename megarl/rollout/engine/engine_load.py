@@ -1,6 +1,6 @@
-"""The load of an engine, and its signs of life, from the reports of vLLM's engine process after each step.
+"""An engine's load and signs of life, from what vLLM's engine process reports after each step.
 
-The scheduler's numbers come with the step's tokens, without a request, and nothing is counted per token.
+The scheduler's numbers come with the step's tokens, without a request; nothing is counted per token.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.common.process import held_outputs
+from megarl.telemetry.trace import events
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -19,15 +20,12 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
 
 
-from megarl.telemetry.trace import events
-
-
 @dataclass(frozen=True)
 class EngineLoad:
     """The peaks of an engine since its last report.
 
-    `kv_usage`: share of the KV cache in use, 0 to 1. `running`, `waiting`: requests in the engine's batch, and those
-    that had no place in it.
+    `kv_usage`: share of the KV cache in use, 0 to 1. `running`, `waiting`: requests in the engine's batch, and waiting
+    for a place in it.
     """
 
     kv_usage: float = 0.0
@@ -42,14 +40,14 @@ class EngineLoad:
 
 
 class EngineMonitor:
-    """Receives every engine step, with the methods of vLLM's stat loggers that an engine calls."""
+    """Receives every engine step, as one of vLLM's stat loggers."""
 
     def __init__(
         self,
         now: Callable[[], float] = time.monotonic,
         heard: Callable[[float, EngineLoad], object] = lambda now, load: None,
     ) -> None:
-        """`heard`: is called with the time and the load of each step."""
+        """`heard` is called with the time and the load of each step."""
         self._now, self._reported = now, heard
         self.latest = EngineLoad()  # of the last step
         self._peak = EngineLoad()
@@ -87,14 +85,15 @@ class EngineMonitor:
         self._heard = self._now()
 
     def silent_s(self, since: float) -> float:
-        """Return for how many seconds an engine with requests since `since` has made no step."""
+        """Return how many seconds ago an engine that has had requests since `since` last made a step; 0 if held."""
         return 0.0 if self._held else max(self._now() - max(self._heard, since), 0.0)
 
 
 def build_monitored(arguments: AsyncEngineArgs, monitor: EngineMonitor, hold_s: float) -> AsyncLLM:
-    """Build an engine that reports its steps to `monitor` and whose process sends the tokens of several steps together.
-    `hold_s`: how long it holds the tokens of unfinished responses at most. vLLM's own statistics are left out, unless
-    `disable_log_stats` is false: they cost time for each token.
+    """Build an engine that reports its steps to `monitor` and sends the tokens of several steps together.
+
+    `hold_s`: how long it may hold the tokens of unfinished responses. vLLM's statistics cost time for each token, so
+    they are left out unless `disable_log_stats` is false.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -110,16 +109,14 @@ def build_monitored(arguments: AsyncEngineArgs, monitor: EngineMonitor, hold_s: 
     return MonitoredLLM.from_engine_args(arguments, stat_loggers=[lambda config, index: monitor])
 
 
-# The events of a replica: when its engine had requests, its load, its parts in publications.
-
 GAP_S = 0.1  # shorter breaks of an engine are not reported
-LONGEST_S = 60.0  # of a span, so that readers of a living run see it
+LONGEST_S = 60.0  # of a span, so that a running run shows it
 LOAD_S = 10.0  # between two records of the load
 
 
 @dataclass
 class _Busy:
-    """A time span in which the engine had requests, with their largest number."""
+    """A time span in which the engine had requests, and the peaks of their numbers."""
 
     begin: float
     end: float
@@ -128,7 +125,7 @@ class _Busy:
 
 
 class ReplicaActivity:
-    """Records the events of one replica. Its methods are called in the actor's event loop."""
+    """Records a replica's events: when its engine had requests, its load, its publications. For one event loop."""
 
     def __init__(self, index: int, now: Callable[[], float] = time.monotonic) -> None:
         self._index, self._now = index, now
@@ -160,28 +157,28 @@ class ReplicaActivity:
             )  # fmt: skip
 
     def pause(self) -> None:
-        """The replica pauses; it may already be paused by a repeated publication."""
+        """Record a pause; a repeated publication may pause a paused replica."""
         self.end()
         self._paused = self._now() if self._paused is None else self._paused
 
     def resume(self, version: str | None) -> None:
-        """The replica generates again, with weights of that label."""
+        """Record that the replica generates again, with weights of that label."""
         begin, self._paused = self._paused, None
         if begin is not None:
             self._record("paused", begin, version)
 
     def begin_weights(self) -> None:
-        """The replica begins to receive weights."""
+        """Record that the replica begins to receive weights."""
         self._weights = self._now()
 
     def end_weights(self, version: str) -> None:
-        """The weights are those of a version."""
+        """Record that the replica has received the weights of a version."""
         begin, self._weights = self._weights, None
         if begin is not None:
             self._record("load_weights", begin, version)
 
     def end(self) -> None:
-        """The replica ends."""
+        """Record that the replica ends."""
         self._end_busy()
         self._idle = True
 

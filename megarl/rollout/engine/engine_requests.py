@@ -1,7 +1,7 @@
-"""The requests that one vLLM engine works on: started, reported part by part, ended.
+"""The requests of one vLLM engine: started, reported part by part, ended.
 
-Nothing is done per token. vLLM keeps the tokens of an unfinished request in its front end, in this process; they are
-copied out of it only when a report is due.
+Nothing is done per token. vLLM keeps the tokens of an unfinished request in its front end, in this process. They are
+copied out only when a report is due.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,25 +27,12 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, WeightVersionSpan
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from megarl.rollout.engine.image_inputs import ImageInputs
-
-
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestState
 
+    from megarl.rollout.engine.image_inputs import ImageInputs
 
-# When an engine started each request and made its first token, as vLLM's engine process reports it.
-#
-# vLLM sends the time at which a request was scheduled together with its first token, if it keeps statistics in the
-# engine process. The front end's own statistics, which cost time for each token, stay off: the hook looks at one field
-# of each output.
 
 SCHEDULED = 2  # vllm.v1.engine.EngineCoreEventType.SCHEDULED
 
@@ -58,7 +45,11 @@ class _Times:
 
 
 class RequestTimes:
-    """The times of the requests on which an engine works, in seconds of the monotonic clock, which is the host's."""
+    """When an engine scheduled each request and made its first token, in seconds of the host's monotonic clock.
+
+    vLLM sends the scheduling time with the first token if it keeps statistics in the engine process. The front end's
+    statistics, which cost time for each token, stay off: the hook looks at one field of each output.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -84,9 +75,9 @@ class RequestTimes:
             times.first_token = self._now() if at is None else at
 
     def parts(self, name: str, *, ended: bool) -> tuple[float, float]:
-        """Return the seconds for which a request waited in the engine's queue, and those of its prefill, so far.
+        """Return the seconds that a request spent in the engine's queue and in prefill so far.
 
-        It waits as long as the engine has not reported it. If it `ended` unreported, both are 0.
+        It counts as queued until the engine reports it. If it `ended` unreported, both are 0.
         """
         times = self._open.get(name)
         if times is None or (ended and times.scheduled is None):
@@ -110,30 +101,29 @@ class RequestTimes:
         processor._update_stats_from_output = observed
 
 
-# Decides whether a replica's engine may generate with the weights that it holds. Pure.
-#
-# Between the start of a weight sync and its end the weights are of two versions, and after a sync that another member's
-# failure has interrupted they stay so until a later sync has loaded all of them. The engine is paused all that time and
-# keeps its requests. Nothing may resume or reset it before that; only this class decides it.
-#
-# An engine that sleeps has lost its weights. It is woken part by part, and the last part resumes it, whatever paused it
-# before (vLLM 0.32, v1/engine/core.py:1012): so the cache must not wake before a sync has loaded all weights.
-
 SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags
 
 
 class WeightState:
-    """The state of one engine's weights. Begins are recorded before they happen, ends afterwards."""
+    """Decides whether an engine may generate with its weights. Record begins before, and ends after they happen. Pure.
+
+    During a weight sync the weights are of two versions. If another member's failure interrupts the sync, they stay so
+    until a later sync has loaded all of them. The engine stays paused and keeps its requests; nothing may resume or
+    reset it before that.
+
+    A sleeping engine has lost its weights. It wakes part by part, and the last part resumes it, whatever paused it
+    before (vLLM 0.32, v1/engine/core.py:1012). So the cache must not wake before a sync has loaded all weights.
+    """
 
     def __init__(self, has_weights: bool) -> None:
         """`has_weights`: the engine read the model's files instead of starting with random weights."""
         self.has_weights = has_weights
-        self._joining = False  # the group of the sync; after a failure the engine may wait for the other members
+        self._joining = False  # the sync group; after a failure the engine may still wait for the other members
         self.in_session = False
         self._loading = False  # in this session
         self._mixed = False  # since an interrupted session
         self.asleep: frozenset[str] = frozenset()  # of SLEEPING_PARTS
-        self._falling = False  # asleep, but for the memory, which it may hold still
+        self._falling = False  # falling asleep: it may still hold memory
 
     @property
     def obstacle(self) -> str | None:
@@ -145,11 +135,11 @@ class WeightState:
         return None
 
     def sleep(self) -> None:
-        """The engine is about to sleep and lose its weights and cache."""
+        """Record that the engine is about to sleep and lose its weights and cache."""
         self.has_weights, self.asleep, self._falling = False, frozenset(SLEEPING_PARTS), True
 
     def slept(self) -> None:
-        """The engine has given the memory back."""
+        """Record that the engine has freed its memory."""
         self._falling = False
 
     @property
@@ -164,32 +154,32 @@ class WeightState:
         return self.obstacle or (None if self.has_weights else "has had no weights since it slept")
 
     def woke(self, part: str) -> None:
-        """A part has its memory again."""
+        """Record that a part has its memory again."""
         self.asleep -= {part}
 
     def join(self) -> None:
-        """The engine is about to join the group of a sync."""
+        """Record that the engine is about to join the group of a sync."""
         self._joining = True
 
     def joined(self) -> None:
-        """The engine has joined the group."""
+        """Record that the engine has joined the group."""
         self._joining = False
 
     def begin(self) -> None:
-        """A session is about to begin."""
+        """Record that a session is about to begin."""
         self.in_session, self._loading = True, False
 
     def receive(self) -> None:
-        """Weights are about to come, which replace those of the model."""
+        """Record that new weights are about to replace those of the model."""
         self._loading = True
 
     def abandoned(self) -> None:
-        """The session was given up."""
+        """Record that the session was abandoned."""
         self._mixed |= self._loading
         self.in_session = self._loading = False
 
     def finished(self) -> None:
-        """The session has ended, and the engine has loaded all weights of a new version."""
+        """Record that the engine has loaded all weights of a new version."""
         self._mixed, self.has_weights = False, True
         self.in_session = self._loading = False
 
@@ -205,7 +195,7 @@ class _Open:
 
 
 class EngineRequests:
-    """Holds the requests of an engine from their start to the report that says how they ended."""
+    """Holds the requests of an engine from their start to the report of their end."""
 
     def __init__(
         self, engine: AsyncLLM, replica: int, monitor: EngineMonitor, silence_s: float,
@@ -224,13 +214,14 @@ class EngineRequests:
         self._weights = 0  # how often they were replaced while the engine kept its cache
 
     def keep_cache(self) -> None:
-        """Keep requests that start from now on from using earlier KV values. Call it when the engine gets new weights
-        and keeps its cache: only requests in flight continue with old values.
+        """Keep later requests from using KV values cached so far; only requests in flight continue with them.
+
+        Call it when the engine gets new weights and keeps its cache.
         """
         self._weights += 1
 
     def start(self, requests: Sequence[GenerateRequest]) -> None:
-        """Begin to work on requests. Raises RequestFailed, and begins none, if one has the id of an open one."""
+        """Start requests. Raises RequestFailed, and starts none, if one has the id of an open request."""
         for request in requests:
             if request.request_id in self._open:
                 raise RequestFailed(f"replica {self._replica} works on request {request.request_id} already")
@@ -241,10 +232,10 @@ class EngineRequests:
             self.times.begin(request.request_id, now)
 
     async def report(self, reported: Mapping[str, int], wait_s: float) -> dict[str, ResponsePart]:
-        """Return the new tokens of each request in `reported`: when all have ended, after `wait_s` at the latest.
+        """Return the new tokens of each request in `reported` once all have ended, or after `wait_s`.
 
-        `reported`: request ids and how many tokens of each are known. Raises what the engine raised for one of them,
-        and forgets them all; RequestFailed for an unknown one; ReplicaFailed if the engine is silent.
+        `reported`: request ids and how many tokens of each are known. If the engine failed one, raises its error and
+        forgets them all. Raises RequestFailed for an unknown request, ReplicaFailed if the engine is silent.
         """
         asked = [self._find(name) for name in reported]
         _, unfinished = await asyncio.wait(
@@ -259,11 +250,11 @@ class EngineRequests:
             raise
 
     async def end(self, reported: Mapping[str, int]) -> dict[str, ResponsePart]:
-        """Stop working on requests; return the last tokens of each, with the end `abort` if it was stopped.
+        """Stop requests; return the last tokens of each, with finish reason `abort` if it had not ended.
 
-        Raises RequestFailed for an unknown one, ReplicaFailed if the engine is silent.
+        Raises RequestFailed for an unknown request, ReplicaFailed if the engine is silent.
         """
-        await asyncio.sleep(0)  # so what has just ended can report it
+        await asyncio.sleep(0)  # lets requests that have just ended report it
         if open_ones := [each for each in map(self._find, reported) if not each.task.done()]:
             self._check_silence(open_ones)
         parts = {}
@@ -274,7 +265,7 @@ class EngineRequests:
         return parts
 
     def _check_silence(self, waiting: Sequence[_Open]) -> None:
-        """Raise ReplicaFailed if the engine has made no step for too long since the first of `waiting` came."""
+        """Raise ReplicaFailed if the engine has made no step for too long since the first of `waiting` arrived."""
         silent_s = self._monitor.silent_s(min(each.started for each in waiting))
         if silent_s > self._silence_s:
             raise ReplicaFailed(
@@ -299,10 +290,10 @@ class EngineRequests:
                 continue
             self.times.end(name)
             if not found.task.cancel() and not found.task.cancelled():
-                found.task.exception()  # it was reported for another request of the call
+                found.task.exception()  # another request of the call has raised its error
 
     def _part(self, name: str, known: int) -> ResponsePart:
-        """Return what follows the first `known` tokens; a request that has ended is closed."""
+        """Return the tokens from number `known` on; close a request that has ended."""
         found = self._find(name)
         times = self.times.parts(name, ended=found.task.done())
         routed = self._layers is not None and found.request.routes_from is not None
@@ -326,7 +317,7 @@ class EngineRequests:
             if not routed:
                 return part
             return self._with_routes(part, state.routed_experts_chunks, found.request, known)
-        # It has not reached the engine yet, or has just ended; the next report shows it.
+        # It has not reached the engine yet, or has just ended; the next report includes it.
         return ResponsePart(seconds=seconds, queue_s=times[0], prefill_s=times[1])
 
     def _read(
@@ -352,9 +343,9 @@ class EngineRequests:
     def _with_routes(
         self, part: ResponsePart, experts: Sequence[np.ndarray], request: GenerateRequest, known: int
     ) -> ResponsePart:
-        """Return the part with the experts that no part before has; `experts`: [tokens, all layers, K] since the start.
+        """Return the part with its new experts; `experts`: [tokens, all layers, K] since the start.
 
-        The engine may have returned fewer: whoever has the whole response counts them.
+        The engine may have returned fewer; they are counted once the response is complete.
         """
         if not part.response_ids or not experts:
             return part
@@ -409,5 +400,5 @@ def _parameters(request: GenerateRequest) -> SamplingParams:
 
 
 def _version(label: str) -> int:
-    """Convert vLLM's label of a weight version, which is "default" until the first sync."""
+    """Convert vLLM's weight-version label, which is "default" until the first sync."""
     return int(label) if label.isdecimal() else UNKNOWN_VERSION

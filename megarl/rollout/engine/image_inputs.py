@@ -1,8 +1,7 @@
 """vLLM's input for a prompt with images: exact token ids, and the same patches as the trainer's.
 
-Each image is given with its place and its hash, so vLLM expands nothing, and a sampled image token is text. Patches are
-normalised here: vLLM's own module for that holds its constants as weights, which an engine that starts with random
-weights would not have.
+Each image comes with its place and its hash, so vLLM expands nothing, and a sampled image token is text. Patches are
+normalised here: vLLM's module for that holds its constants as weights, which an engine with random weights lacks.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class ImageInputs:
-    """Makes inputs of requests. Files are fetched once, and become patches in other threads."""
+    """Makes vLLM's inputs. Each file is fetched once and turned into patches in another thread."""
 
     def __init__(self, processor: ImageProcessor) -> None:
-        """`processor`: that of the engine's model."""
+        """`processor`: the image processor of the engine's model."""
         self._processor = processor
         self._making: dict[str, asyncio.Future[np.ndarray]] = {}
 

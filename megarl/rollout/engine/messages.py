@@ -17,7 +17,7 @@ from megarl.queue.trajectory import FinishReason, VersionSpan
 class SamplingSpec:
     """Sampling parameters of one request, named as in vLLM. `temperature` 0 is greedy; `top_k` -1 is off.
 
-    `ignore_eos`: the end-of-sequence ids of the model's generation config do not end the response; `stop_token_ids` do.
+    `ignore_eos`: only `stop_token_ids` end the response, not the EOS ids of the model's generation config.
     """
 
     max_tokens: int
@@ -73,7 +73,7 @@ class GenerateRequest:
 
 
 def shared(file: bytes) -> bytes | Awaitable[bytes]:
-    """Return a file as requests have it, in Ray's object store if there is one: each engine fetches it once."""
+    """Return a file as requests carry it: in Ray's object store, if there is one, so each engine fetches it once."""
     import ray
 
     return ray.put(file) if ray.is_initialized() else file  # type: ignore[no-any-return]
@@ -81,14 +81,13 @@ def shared(file: bytes) -> bytes | Awaitable[bytes]:
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """The response to one request, produced by replica number `replica`.
+    """The response to one request, finished by replica number `replica`.
 
-    `logprobs` are processed (temperature applied), one float32 value per response token, EOS included. `seconds`: time
-    from the request's arrival at the replica to its last token; of these, `queue_s` passed before an engine began with
-    it, and `prefill_s` from then to its first token. `lost_replicas`: replicas that were lost while they
-    worked on it; `replica` continued from the tokens that they had reported. `cut`: it ended at its group's deadline.
-    `failure`: why it was given up; empty if it was not. `routes`: the experts of the tokens of prompt and response but
-    the last; None: the engine returns none.
+    `logprobs` are processed (temperature applied), one float32 value per response token, EOS included. `seconds`: from
+    the request's arrival at the replica to its last token; this includes `queue_s`, before an engine began with it, and
+    `prefill_s`, from then to the first token. `lost_replicas`: how many replicas were lost during the response; the
+    next one continued from the reported tokens. `cut`: it ended at its group's deadline. `failure`: why it was given
+    up, or empty. `routes`: the experts of all tokens of prompt and response but the last; None if not returned.
     """
 
     request_id: str
@@ -107,10 +106,9 @@ class GenerateResult:
 
 
 def request_seed(run_seed: int, group_id: int, sample_index: int, turn: int = 0) -> int:
-    """Return the 63-bit seed of one request, the same on every machine.
+    """Return the 63-bit seed of request `turn` of a sample.
 
-    It depends on these numbers only, so a redrawn group is sampled with the same seeds. `turn`: number of the request
-    within its sample.
+    It depends on these numbers only: it is the same on every machine, and for a redrawn group.
     """
     return _seed_of(f"{run_seed}/{group_id}/{sample_index}" + (f"/{turn}" if turn else ""))
 

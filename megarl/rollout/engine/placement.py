@@ -1,4 +1,4 @@
-"""Ray's room for more engines."""
+"""Where engines run: the devices they hold, and Ray's room for more of them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,10 @@ from megarl.common.rundir.private_directory import VARIABLE
 
 POLL_S = 0.1
 
-# The devices that ranks and replicas actually hold, as both sides report them. The two sets must be disjoint.
-
 
 @dataclass(frozen=True)
 class HeldDevices:
-    """The devices of one owner on one host.
-
-    `devices`: GPU UUIDs, which CUDA_VISIBLE_DEVICES does not renumber; empty without GPUs.
-    """
+    """The GPU UUIDs that a rank or replica holds on its host; CUDA_VISIBLE_DEVICES does not renumber these."""
 
     owner: str
     host: str
@@ -44,7 +39,7 @@ def held_devices(owner: str, cuda: bool) -> HeldDevices:
 
 
 def own_device(rank: int) -> HeldDevices:
-    """Return the device of a trainer rank: the one GPU that it has set as current, not all that it sees."""
+    """Return the device of a trainer rank: its current GPU, not all GPUs that it sees."""
     import torch
 
     if not torch.cuda.is_available():
@@ -71,7 +66,7 @@ def refuse_overlap(trainer: Iterable[HeldDevices], pool: Iterable[HeldDevices]) 
 
 
 def refuse_other_devices(trainer: Iterable[HeldDevices], pool: Iterable[HeldDevices]) -> None:
-    """Raise RolloutError naming every device of a replica that no trainer rank holds, where they are to share them."""
+    """Raise RolloutError naming every replica device that no trainer rank holds; for runs that share GPUs."""
     known = {(held.host, device) for held in trainer for device in held.devices}
     others = [
         f"{device} on {held.host} (by {held.owner})"
@@ -95,10 +90,7 @@ def refuse_split_replica(tensor_parallel: int, gpus_per_node: int) -> None:
 
 
 def visible_devices(indices: Iterable[int]) -> str:
-    """Return CUDA_VISIBLE_DEVICES for `indices`, which count within this process's own CUDA_VISIBLE_DEVICES.
-
-    Raises ValueError if there is no such device.
-    """
+    """Return CUDA_VISIBLE_DEVICES for `indices` into this process's devices. Raises ValueError for a missing one."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",") if given else None
     try:
@@ -112,24 +104,23 @@ def visible_devices(indices: Iterable[int]) -> str:
 # Custom Ray resources of rollout nodes: the first marks such a node, the second counts the engines that it can hold.
 ROLLOUT_RESOURCE = "megarl_rollout"
 ENGINE_RESOURCE = "megarl_engine"
-# Ray's own resource of its head's node. What the run cannot lose is placed there, so that any other rollout node may
-# fail.
+# Ray's resource of the head node. Actors that the run cannot lose are placed there, so any other rollout node may fail.
 HEAD_RESOURCE = "node:__internal_head__"
 HEAD_SHARE = 0.001
 
 
 def engine_needs(gpus: float, *, cuda: bool) -> dict[str, float]:
-    """Return the Ray resources that one engine takes, all on one node. `gpus`: whole ones, or a share of one."""
+    """Return the Ray resources of one engine, all on one node. `gpus`: a whole number, or a share of one GPU."""
     needs = {"CPU": 1.0, ENGINE_RESOURCE: 1.0}
     return needs | {"GPU": float(gpus)} if cuda else needs
 
 
 @asynccontextmanager
 async def starting_alone(name: str, timeout_s: float, *, cuda: bool) -> AsyncIterator[None]:
-    """Wait until no other engine of the run is being started on this process's GPU, and keep others from it meanwhile.
+    """Hold this process's GPU while an engine called `name` starts, so that no other engine of the run starts on it.
 
-    vLLM measures the GPU's memory while an engine starts. Does nothing without `cuda`. `name`: of the engine. Raises
-    TimeoutError naming the engine that has not started within `timeout_s`.
+    vLLM measures the GPU's memory during its start. Does nothing without `cuda`. Raises TimeoutError naming the engine
+    that still starts after `timeout_s`.
     """
     directory, device = os.environ.get(VARIABLE), os.environ.get("CUDA_VISIBLE_DEVICES")
     if not cuda or not directory or not device:
@@ -151,7 +142,7 @@ async def starting_alone(name: str, timeout_s: float, *, cuda: bool) -> AsyncIte
             lock.flush()
             yield
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a forked process has the file too
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough: a forked process has the file open too
 
 
 def _taken(lock: int) -> bool:
@@ -163,12 +154,12 @@ def _taken(lock: int) -> bool:
 
 
 def places_on(nodes: Iterable[Mapping[str, float]], needs: Mapping[str, float]) -> int:
-    """Return how many engines nodes with these free resources can hold. An engine never spans nodes."""
+    """Return how many engines fit on nodes with these free resources. An engine never spans nodes."""
     return sum(min(math.floor(node.get(name, 0.0) / amount) for name, amount in needs.items()) for node in nodes)
 
 
 def free_places(needs: Mapping[str, float]) -> int:
-    """Return how many more engines the living nodes of this process's Ray cluster can hold."""
+    """Return how many more engines the live nodes of this process's Ray cluster can hold."""
     from ray._private import state
 
     return places_on(state.available_resources_per_node().values(), needs)

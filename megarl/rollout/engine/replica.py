@@ -1,8 +1,8 @@
 """EngineReplica: one vLLM engine inside an async Ray actor. Token ids in; token ids, log-probs and versions out.
 
-It handles no text, groups or rewards. Every engine failure is raised as `ReplicaFailed` with this replica's index. A
-replica whose engine is dead or did not start, or that was asked to `fail`, refuses every later call, so that an engine
-with partly updated weights never serves.
+It knows nothing of text, groups or rewards. Every engine failure is raised as `ReplicaFailed` with this replica's
+index. A replica whose engine died or did not start, or that was asked to `fail`, refuses every later call, so that an
+engine with partly updated weights never serves.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 class ReplicaSpec:
     """The arguments of a run's replicas and controller.
 
-    `supervisor` runs on `host`; None if the run uses a Ray cluster that the supervisor has not started.
+    `supervisor` runs on `host`; None if the supervisor did not start the Ray cluster.
     """
 
     config_json: str
@@ -70,14 +70,14 @@ class ReplicaSpec:
     host: str = ""
 
     def watch_supervisor(self) -> None:
-        """End this process when the supervisor ends, if it runs on this host; on other nodes the agent does that."""
+        """End this process with the supervisor if that runs on this host; on other nodes the agent does so."""
         if self.supervisor is not None and self.host == platform.node():
             die_with(self.supervisor, "supervisor")
 
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """A replica's place, the version that it serves (None: none yet), and the numbers of its requests."""
+    """A replica's devices, the version that it serves (None: none yet), and its running and waiting requests."""
 
     held: HeldDevices
     version: str | None
@@ -85,7 +85,7 @@ class ReplicaStatus:
     waiting: int
 
 
-DEATH_CHECK_S = 0.5  # between two checks of the engine while one of its calls is awaited
+DEATH_CHECK_S = 0.5  # between checks of the engine while a call to it runs
 
 
 class EngineReplica:
@@ -166,7 +166,7 @@ class EngineReplica:
         return {"build_s": built - started, "probe_s": time.monotonic() - built}
 
     def _build(self) -> AsyncLLM:
-        # Built in the event loop's thread, which lives as long as this actor: the engine process dies with the thread
+        # Built in the event loop's thread, which lives as long as the actor: the engine process dies with the thread
         # that forks it (PR_SET_PDEATHSIG).
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -197,10 +197,9 @@ class EngineReplica:
             pass
 
     async def generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
-        """Start to work on requests, then `report` on them.
+        """Start requests, then `report` on them. They wait while the engine sleeps.
 
-        While the engine sleeps they wait. Raises ReplicaFailed if the engine died or has no weights yet, RequestFailed
-        if it refused a request.
+        Raises ReplicaFailed if the engine died or has no weights yet, RequestFailed if it refused a request.
         """
         self._check()
         if not (self._weights.has_weights or self._weights.asleep):
@@ -212,14 +211,14 @@ class EngineReplica:
         return await self.report({request.request_id: 0 for request in requests}, wait_s)
 
     async def report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
-        """Return the new tokens of requests: when all have ended, and after `wait_s` at the latest.
+        """Return the new tokens of requests once all have ended, or after `wait_s`.
 
         `reported`: request ids, and how many tokens of each the caller has. Raises as `generate`.
         """
         return await self._reported(self._check(), self._requests.report(reported, wait_s))
 
     async def end(self, reported: dict[str, int]) -> EngineReport:
-        """Stop working on requests; return their last tokens. Those that were stopped end by `abort`."""
+        """Stop requests; return their last tokens, with finish reason `abort` if they had not ended."""
         return await self._reported(self._check(), self._requests.end(reported))
 
     async def _reported(self, engine: AsyncLLM, call: Awaitable[dict[str, ResponsePart]]) -> EngineReport:
@@ -237,7 +236,7 @@ class EngineReplica:
     async def pause(self, clear_cache: bool = True) -> None:
         """Pause generation and keep the requests in flight. `clear_cache`: recompute their KV cache after `resume`.
 
-        Without it they go on with the KV values that they have, which no later request uses.
+        Without it they continue with their KV values, which no later request uses.
         """
         engine = self._check()
         self._activity.pause()
@@ -342,7 +341,7 @@ class EngineReplica:
         await self._guard(engine.update_weights(request), "update_weights")
 
     async def finish_weight_update(self, version: str) -> None:
-        """Complete the new weights and label what is generated from then on with `version`."""
+        """Complete the new weights and label later tokens with `version`."""
         engine = self._check()
         await self._guard(engine.finish_weight_update(version), "finish_weight_update")
         if self._sees and self._tower_sent:
@@ -356,7 +355,7 @@ class EngineReplica:
         """Give up a sync that has not finished here, keep the requests, and stay paused until a later one is complete.
 
         `update_info`: the message that makes the engine do so. Raises ReplicaFailed if the engine cannot be loaded
-        again; it must be replaced then.
+        again and must be replaced.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -369,7 +368,7 @@ class EngineReplica:
         self._weights.abandoned()
 
     async def set_weight_version(self, version: str) -> None:
-        """Label what is generated from then on with `version`, without a change of the weights."""
+        """Label later tokens with `version`, without a change of the weights."""
         engine = self._check()
         await self._guard(engine.update_weight_version(version), "set_weight_version")
         self._version = version
@@ -392,10 +391,10 @@ class EngineReplica:
         self._failed = f"replica {self.index} {reason}"
 
     async def shutdown(self) -> None:
-        """Stop the engine's processes. Raises EngineMayRun if one lives on and keeps its memory."""
+        """Stop the engine's processes. Raises EngineMayRun if one survives and keeps its memory."""
         left: set[ProcessId] = set()
         if self._engine is not None:
-            # The engine process has nothing to save, and does not end on SIGTERM within its default time-out (5 s).
+            # The engine process has nothing to save, and does not end on SIGTERM within its default timeout (5 s).
             self._engine.shutdown(timeout=0.5)
             self._engine = None
             left = sweep(self._processes, grace_s=0.0)
@@ -423,9 +422,9 @@ class EngineReplica:
         return engine
 
     async def _guard(self, call: Awaitable[T], what: str) -> T:
-        """Await an engine call; convert its exception to ReplicaFailed, and raise that too if the engine has died.
+        """Await an engine call; raise ReplicaFailed if it fails or the engine dies.
 
-        vLLM 0.32 leaves a call of a weight sync unanswered forever when the engine's process dies.
+        vLLM 0.32 never answers a call of a weight sync when the engine's process dies.
         """
         task = asyncio.ensure_future(call)
         try:

@@ -1,4 +1,4 @@
-"""Starts the actors of replicas: create one, wait until it is placed and up, replace one that is lost."""
+"""Starts replica actors: creates one, waits until it is placed and up, replaces a lost one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.rollout.engine.replica import EngineReplica, ReplicaSpec
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-# Concurrent calls: each gateway response has one nearly all the time, and must not block those of a weight sync.
+# Concurrent calls: each gateway response has one open nearly all the time, and must not block a weight sync.
 MOST_CALLS = 40_000
 
 
@@ -26,7 +26,7 @@ def replica_name(index: int) -> str:
 
 
 def create_replica(spec: ReplicaSpec, index: int) -> ActorHandle:
-    """Create the EngineReplica actor of a new replica, not started. The calling process owns it.
+    """Create, but do not start, the EngineReplica actor of a new replica. The calling process owns it.
 
     The actor gets `num_gpus` (TP, or a share of a GPU) and no placement group: inside one, vLLM would silently choose
     its Ray executor, which asks for GPUs outside the actor.
@@ -43,17 +43,17 @@ def create_replica(spec: ReplicaSpec, index: int) -> ActorHandle:
 
 
 class EndedReplica:
-    """Replaces the actor of an ended replica without a handle; every call of it fails."""
+    """Stands in for the actor of an ended replica without a handle; every call fails."""
 
     def __init__(self, index: int) -> None:
         self._index = index
 
     async def remote(self, *args: object) -> None:
-        """Raise ReplicaFailed; stands for the call of each method."""
+        """Raise ReplicaFailed, whatever the method."""
         raise ReplicaFailed(self._index, f"replica {self._index} has ended with the controller that had started it")
 
     def __getattr__(self, method: str) -> EndedReplica:
-        """Return what stands for a method of the actor."""
+        """Return the stand-in for a method of the actor."""
         if method.startswith("_"):
             raise AttributeError(method)
         return self
@@ -64,7 +64,7 @@ async def restart_replica(
 ) -> ActorHandle:
     """Kill `old` and start a new replica under its name. Raises as `start_replica`.
 
-    Raises NoPlace too if `old` has not died within `timeouts.node_s`, because its node cannot be reached.
+    Also raises NoPlace if `old` has not died within `timeouts.node_s`, because its node cannot be reached.
     """
     import ray
 
@@ -73,7 +73,7 @@ async def restart_replica(
         ray.kill(old)
     while True:
         try:
-            # The name becomes free only when Ray has noticed the death of the old actor.
+            # The name is free only once Ray has noticed the death of the old actor.
             handle = create_replica(spec, index)
             break
         except ValueError:
@@ -88,7 +88,7 @@ async def start_replica(
     handle: ActorHandle, index: int, timeouts: TimeoutsConfig, began: float | None = None,
     placed: Callable[[], object] = lambda: None,
 ) -> ActorHandle:  # fmt: skip
-    """Wait until a created replica is placed, call `placed`, and wait until its engine is up; end it if that fails.
+    """Wait until a created replica is placed, call `placed`, and wait until its engine is up; kill it on failure.
 
     Raises NoPlace if Ray has not placed it within `timeouts.node_s`, ReplicaFailed if it is not up within
     `timeouts.engine_start_s`. Both count from the time `began` (`time.monotonic`), by default now.
@@ -106,7 +106,7 @@ async def start_replica(
             waited = f"waited {timeouts.engine_start_s:.0f} s for replica {index} to start"
             raise ReplicaFailed(index, waited) from None
     except BaseException:
-        ray.kill(handle)  # it holds the name, and on GPUs the memory, of the next attempt
+        ray.kill(handle)  # the next attempt needs its name and GPU memory
         raise
     return handle
 

@@ -1,7 +1,7 @@
 """The parts in which an engine reports a response, and how another engine continues one. Pure.
 
-An engine that is lost leaves the tokens that it has reported. Another engine gets the prompt with these tokens, and
-what it makes is appended to them: no reported token is sampled twice.
+The tokens that a lost engine reported are kept. Another engine gets the prompt with these tokens and continues it: no
+reported token is sampled twice.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ class ResponsePart:
     """Consecutive tokens of one response, with one log-prob for each of them; `versions` counts from the part's start.
 
     `finish_reason`: how the response ended with this part, `abort` if the engine dropped it; None if more tokens
-    follow. `seconds`: time from the request's arrival at the engine to the part's end; of these, `queue_s` passed
-    before the engine began with it, and `prefill_s` from then to its first token. `routes`: the experts of each token
-    of the prompt and of what comes before the part's last token, as far as no part before has them; None: the engine
-    returns none.
+    follow. `seconds`: from the request's arrival at the engine to the part's end; this includes `queue_s`, before the
+    engine began with it, and `prefill_s`, from then to the first token. `routes`: the experts of each token of prompt
+    and response before the part's last one, without those of earlier parts; None: the engine returns none.
     """
 
     response_ids: list[int] = field(default_factory=list)
@@ -41,7 +40,7 @@ class ResponsePart:
             raise ValueError(f"{len(self.logprobs)} log-probs for {len(self.response_ids)} tokens")
 
     def without_times(self, finish_reason: FinishReason | None) -> ResponsePart:
-        """Return the tokens without the times on an engine that works on them no more."""
+        """Return the tokens without the times, after an engine has stopped working on them."""
         return changed(self, finish_reason=finish_reason, seconds=0.0, queue_s=0.0, prefill_s=0.0)
 
 
@@ -59,13 +58,13 @@ def report_size(report: EngineReport) -> int:
 
 
 def join_parts(first: ResponsePart, second: ResponsePart) -> ResponsePart:
-    """Return the tokens of both; spans of one version that meet become one. Times and the end are the second's.
+    """Return the tokens of both; adjacent spans of one version are merged. Times and end are the second's.
 
     Raises ValueError if the response ended with `first`.
     """
     if first.finish_reason is not None:
         raise ValueError(f"a response that has ended ({first.finish_reason}) cannot be continued")
-    if not first.response_ids and len(second.versions) < 2:  # as of every response that comes in one part
+    if not first.response_ids and len(second.versions) < 2:  # every response that comes in one part
         return second
     offset = len(first.response_ids)
     spans = list(first.versions)
@@ -87,7 +86,7 @@ def join_parts(first: ResponsePart, second: ResponsePart) -> ResponsePart:
 
 
 def tokens_from(part: ResponsePart, known: int) -> ResponsePart:
-    """Return what follows the first `known` tokens of a part; `join_parts` of both is the part again."""
+    """Return a part's tokens from number `known` on; `join_parts` is the inverse."""
     if not known:
         return part
     spans = tuple(
@@ -101,7 +100,7 @@ def tokens_from(part: ResponsePart, known: int) -> ResponsePart:
 
 
 def first_tokens(part: ResponsePart, count: int, finish_reason: FinishReason) -> ResponsePart:
-    """Return the first `count` tokens of a part, which end the response so."""
+    """Return the first `count` tokens of a part; they end the response with `finish_reason`."""
     spans = tuple(replace(span, end=min(span.end, count)) for span in part.versions if span.start < count)
     return replace(
         part, response_ids=part.response_ids[:count], logprobs=part.logprobs[:count], versions=spans,
@@ -111,9 +110,9 @@ def first_tokens(part: ResponsePart, count: int, finish_reason: FinishReason) ->
 
 
 def tokens_end(request: GenerateRequest, so_far: ResponsePart) -> FinishReason | None:
-    """Return how the tokens so far end the response by themselves; None if a token can follow them.
+    """Return how the tokens so far end the response; None if more can follow.
 
-    An engine reports the end together with the last token. This is for what comes from elsewhere.
+    For tokens from elsewhere: an engine reports the end together with the last token.
     """
     ids = so_far.response_ids
     if ids and ids[-1] in request.sampling.stop_token_ids:
@@ -122,7 +121,7 @@ def tokens_end(request: GenerateRequest, so_far: ResponsePart) -> FinishReason |
 
 
 def continue_request(request: GenerateRequest, so_far: ResponsePart) -> GenerateRequest:
-    """Return the request for the tokens that follow `so_far`; it is `request` itself if there are none yet.
+    """Return the request for the tokens after `so_far`; it is `request` itself if that is empty.
 
     Its seed depends on the request's seed and the number of tokens so far. Raises ValueError if no token can follow.
     """

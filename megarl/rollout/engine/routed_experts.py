@@ -1,9 +1,8 @@
-"""Lets an engine without vLLM's runner V2, as on a CPU, return the experts that its routers choose with its tokens.
+"""Lets an engine without vLLM's runner V2, such as one on a CPU, return the experts of its tokens.
 
-vLLM 0.32 connects its capture (`distributed/aux_output_connector`) to runner V2 alone. Here the same objects are given
-the batches of runner V1: they keep the experts of cached prefixes, of prompts read in parts and of requests that were
-preempted, and drop them when the cache is emptied. The front end's side is that of a GPU. Only an engine's process
-imports this.
+vLLM 0.32 connects its capture (`distributed/aux_output_connector`) only to runner V2. Here the same objects get the
+batches of runner V1. They keep the experts of cached prefixes, chunked prompts and preempted requests, and drop them
+when the cache is reset. The front end works as on a GPU. Only an engine's process imports this module.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 
 class ExpertsScheduler(Scheduler):  # type: ignore[misc]  # without vLLM's types it is Any
-    """What decides the engine's steps, and expects the experts of each."""
+    """vLLM's scheduler, which also expects the experts of each step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # vLLM's
         super().__init__(*args, **kwargs)
@@ -26,12 +25,12 @@ class ExpertsScheduler(Scheduler):  # type: ignore[misc]  # without vLLM's types
 
 
 class ReturnsRoutedExperts:
-    """What vLLM adds to its worker (`worker_extension_cls`)."""
+    """Methods that vLLM adds to its worker (`worker_extension_cls`)."""
 
     model_runner: Any
 
     def return_routed_experts(self) -> None:
-        """Return the experts of each step from now on. Call it once, before the first request."""
+        """Make the worker return the experts of each step. Call it once, before the first request."""
         runner = self.model_runner
         connector = get_aux_output_connector(runner.get_model(), runner.vllm_config, runner.kv_cache_config)
         execute, sample = runner.execute_model, runner.sample_tokens

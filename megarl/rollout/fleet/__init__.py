@@ -1,1 +1,1 @@
-"""All engines of a run: which one works on what; lost, drained and added ones."""
+"""All engines of a run: routing of requests, and lost, drained and added engines."""

@@ -1,10 +1,10 @@
 """Brings the responses of a call to their end, on one replica after the other if some are lost or drained.
 
-A replica reports the tokens of a call when all its responses have ended, and else at intervals, so that another one can
-continue them from there.
+A replica reports the tokens of a call when all its responses have ended, and before that at intervals, so that another
+one can continue them from there.
 
-A publication without partial rollouts lets running calls end first. A call is running from the time when a replica
-works on it, or from its first reported token if no replica does because one was lost.
+A publication without partial rollouts waits for running calls. A call is running while a replica works on it, and
+between replicas if it has tokens.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CallTerms:
-    """Holds how the fleet treats a call, where that differs from a call for a training group.
+    """How the fleet treats a call, where that differs from a call for a training group.
 
-    `foreign`: it comes from outside the run, where somebody bounds its time: no replica is lost because a response
-    takes long, no publication waits for its end, and a cancelled call ends its requests in the engine, which for
-    training a reset does. `of_group`: a harness makes it for one of the run's groups, so publications wait for its end
-    as for that of any call for a group. `report_interval_s`: instead of the fleet's own.
+    `foreign`: it comes from outside the run, where its time is bounded: no replica is lost because a response takes
+    long, no publication waits for it, and cancelling it ends its requests in the engine (for training, a reset does).
+    `of_group`: a harness makes it for one of the run's groups, so publications wait for it as for any call of a group.
+    `report_interval_s`: replaces the fleet's.
     """
 
     foreign: bool = False
@@ -48,10 +48,7 @@ GROUP_TERMS = CallTerms()
 
 @dataclass(eq=False)
 class Call:
-    """A call of the fleet: its responses so far, and the replica that works on them, if one does.
-
-    `background`: it belongs to an evaluation alongside training.
-    """
+    """A call: its responses so far, and the replica that works on them, if any. `background`: for an evaluation."""
 
     responses: ResponsesSoFar
     background: bool
@@ -60,28 +57,27 @@ class Call:
 
     @property
     def running(self) -> bool:
-        """True if it has begun and not ended, so that other weights now would give its responses two versions."""
+        """True if it has begun and not ended: new weights would give its responses two versions."""
         return bool(self.responses.unfinished) and (self.replica is not None or self.responses.tokens > 0)
 
     @property
     def outside(self) -> bool:
-        """True if its responses may have several versions, and may take longer than any bound of the run."""
+        """True if its responses may have several versions and take longer than the run's time limits."""
         return self.terms.foreign and not self.terms.of_group
 
 
 class CallRunner:
-    """Places calls on replicas that serve and follows their reports.
+    """Places calls on serving replicas and follows their reports.
 
-    A replica that dies or does not report in time is lost, and another one continues its responses from the tokens that
-    it has reported. If none is left, they wait for a replacement that is coming. A request that an engine refuses says
-    nothing about the engine.
+    A replica that dies or does not report in time is lost. Another one continues its responses from the reported
+    tokens; if none is left, they wait for a replacement that is coming. A refused request does not make a replica lost.
     """
 
     def __init__(self, table: ReplicaTable, router: Router, timeouts: TimeoutsConfig, report_interval_s: float) -> None:
         self._table, self._router, self._timeouts = table, router, timeouts
         self._report_interval_s = report_interval_s
         self._calls: set[Call] = set()
-        self._changed = asyncio.Event()  # set when a call has ended, or may not be running any more
+        self._changed = asyncio.Event()  # set when a call has ended, or may have stopped running
         self._stopping: set[asyncio.Task[None]] = set()
 
     async def run(
@@ -98,13 +94,13 @@ class CallRunner:
             self._changed.set()
 
     def on(self, replica: int) -> int:
-        """Return the number of unfinished responses on which a replica works, those that it gives up included."""
+        """Return the number of unfinished responses of a replica, including those it gives up."""
         return sum(len(call.responses.unfinished) for call in self._calls if call.replica == replica)
 
     async def end(self, timeout_s: float) -> None:
-        """Wait until no call is running but those from outside.
+        """Wait until only calls from outside are running.
 
-        Raises RolloutError naming the replicas and their numbers of requests after `timeout_s`.
+        After `timeout_s` raises RolloutError with the number of requests of each replica.
         """
         until = time.monotonic() + timeout_s
         while running := [call for call in self._calls if call.running and not call.outside]:
@@ -146,7 +142,7 @@ class CallRunner:
                 if ended is None:
                     self._table.lose(lease.replica.index, ReplicaFailed(lease.replica.index, str(error)))
                 count, known = len(responses.unfinished), responses.tokens
-                logger.warning("%d responses go on elsewhere from %d reported tokens: %s", count, known, error)
+                logger.warning("%d responses continue elsewhere from %d reported tokens: %s", count, known, error)
             finally:
                 call.replica = None
                 self._changed.set()
@@ -156,9 +152,8 @@ class CallRunner:
 
         At the deadline, or when it is drained, the replica stops the others, which stay unfinished.
 
-        Raises ReplicaFailed if the replica is lost or replaced, or if a report does not come within `timeouts.rpc_s` of
-        the time when it is due; RolloutError if responses are unfinished after `timeout_s`, which a replica that works
-        stops.
+        Raises ReplicaFailed if the replica is lost or replaced, or if a report is `timeouts.rpc_s` late; RolloutError
+        if responses are unfinished after `timeout_s`, once the replica has stopped them.
         """
         assert lease.client is not None  # it served when it got the requests
         responses, deadline, replica = call.responses, context.deadline, lease.replica
@@ -211,20 +206,20 @@ class CallRunner:
         return ended
 
     async def _end(self, prefix: Hashable, lease: Lease, responses: ResponsesSoFar) -> int:
-        """Have a replica stop its unfinished responses; add their last tokens. Return how many ended with them."""
+        """Have a replica stop its unfinished responses; add their last tokens and return how many ended."""
         assert lease.client is not None
         report = await lease.client.call("end", responses.reported, timeout_s=self._timeouts.rpc_s)
         return self._add(prefix, lease, report, responses.add_last)
 
     def _stop(self, lease: Lease, reported: dict[str, int]) -> None:
-        """Have a replica stop requests that are no longer awaited, without waiting for it."""
+        """Have a replica stop requests that nobody awaits, without waiting for it."""
 
         async def stop() -> None:
             assert lease.client is not None
             try:
                 await lease.client.call("end", reported, timeout_s=self._timeouts.rpc_s)
             except RolloutError as error:
-                logger.info("requests were not stopped: %s", error)  # the replica has died, or dropped them before
+                logger.info("requests were not stopped: %s", error)  # the replica died, or had dropped them
 
         stopping = asyncio.ensure_future(stop())
         self._stopping.add(stopping)

@@ -1,7 +1,7 @@
-"""Changes of the pool while a run goes on: replicas are listed, drained, removed and added, by hand or after a loss.
+"""Changes of the pool during a run: lists, drains, removes and adds replicas, on command or after a loss.
 
-A change acts at once on where requests go, and on the publications from the next one on. The memory plan and the bounds
-on what is in flight stay those of the start: they hold per engine, or follow from the batch.
+A change affects the routing of requests at once, and publications from the next one on. The memory plan and the bounds
+on work in flight stay as they were at the start: they hold per engine, or follow from the batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 async def find_replicas(namespace: str, count: int, start_s: float, wait: bool) -> dict[int, Any]:
-    """Return the actors of the run's start, by index. Without `wait`, one that does not exist has ended."""
+    """Return the run's first `count` actors, by index. Without `wait`, a missing actor counts as ended."""
     import ray
 
     replicas: dict[int, Any] = {}
@@ -47,16 +47,16 @@ async def find_replicas(namespace: str, count: int, start_s: float, wait: bool) 
 
 logger = logging.getLogger(__name__)
 
-STATUS_S = 5.0  # in which a replica says where it is and what it does
-ROOM_S = 5.0  # in which Ray notices resources that were given back just now
+STATUS_S = 5.0  # in which a replica reports its status
+ROOM_S = 5.0  # in which Ray notices freed resources
 LOOK_S = 0.2
-GROW_S = 10.0  # between two looks for places of missing replicas
-MOST_FAILURES = 3  # in a row of engines that are started in the place of missing ones
+GROW_S = 10.0  # between two checks for room for missing replicas
+MOST_FAILURES = 3  # starts in a row that may fail for missing engines
 
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """One line of the list of replicas; `host` and `version` are empty if they are not known."""
+    """One line of the list of replicas; `host` and `version` are empty if unknown."""
 
     replica: int
     host: str
@@ -68,7 +68,7 @@ class ReplicaReport:
 
 
 class ElasticPool:
-    """Lists, drains, removes and adds replicas. It raises RolloutError with the fix for what cannot be done."""
+    """Lists, drains, removes and adds replicas. Raises RolloutError with the fix for what cannot be done."""
 
     def __init__(
         self,
@@ -81,30 +81,30 @@ class ElasticPool:
         *,
         fixed: bool = False,
     ) -> None:
-        """`start(index, placed)`: creates and starts an engine, and calls `placed` when it has taken its place.
+        """`start(index, placed)`: creates and starts an engine, and calls `placed` once Ray has placed it.
 
-        `end`: kills an engine. `places()`: how many more Ray has room for; it runs in a thread. `notify`: reports to
-        the user what happens without a command. `fixed`: none starts or ends here, because the trainer may have its
-        GPU.
+        `end`: kills an engine. `places()`: how many more fit into the Ray cluster; it runs in a thread. `notify`:
+        reports to the user what happens without a command. `fixed`: no engine starts or ends, because the trainer may
+        have its GPU.
         """
         self._fixed = fixed
         self._fleet, self._timeouts, self._start, self._end = fleet, timeouts, start, end
         self._places, self._notify = places, notify
         self._removals: set[asyncio.Task[None]] = set()
         self._growth: asyncio.Task[None] | None = None
-        self._reserving = asyncio.Lock()  # a free place is given once: from a look at them until it is reserved
+        self._reserving = asyncio.Lock()  # held from the check for free places until they are reserved
         self._look: asyncio.Future[int] | None = None
         self._reported_missing = 0
-        self._failures = 0  # in a row, of engines in the place of missing ones
-        self._look_at = 0.0  # when places for missing ones are looked for again
+        self._failures = 0  # in a row, of starts for missing engines
+        self._look_at = 0.0  # next check for room for missing engines
         self._has_trainer = False
 
     def open(self) -> None:
-        """Accept changes: the trainer has said which history it goes on with, and which replicas serve is known."""
+        """Accept changes: the trainer has named the history it resumes, and it is known which replicas serve."""
         self._has_trainer = True
 
     async def reports(self) -> list[ReplicaReport]:
-        """Return the state of all replicas, those that are started or end included, in their order."""
+        """Return the state of all replicas in order, including starting and leaving ones."""
         return list(await asyncio.gather(*(self._report(each) for each in self._fleet.table)))
 
     async def _report(self, replica: Replica) -> ReplicaReport:
@@ -113,7 +113,7 @@ class ElasticPool:
             try:
                 status = await replica.client.call("status", timeout_s=STATUS_S)
             except RolloutError as error:
-                logger.info("replica %d does not say what it does: %s", index, error)
+                logger.info("replica %d does not report its status: %s", index, error)
         if status is None:
             return ReplicaReport(index, "", replica.does, (), "", 0, 0)
         held = status.held
@@ -122,44 +122,44 @@ class ElasticPool:
         )
 
     async def drain(self, index: int) -> str:
-        """Give a replica no more work, and wait until its responses have left it. Return what was done."""
+        """Give a replica no more work, and wait until its responses have moved. Return what was done."""
         if self._find(index).drained:
-            raise RolloutError(f"replica {index} is drained already; `undrain` lets it serve again")
+            raise RolloutError(f"replica {index} is already drained; `undrain` lets it serve again")
         self._refuse_last(index, "drained")
         moved = self._fleet.outstanding(index)
         self._fleet.table.drain(index)
-        logger.info("replica %d is drained; %d responses go on elsewhere", index, moved)
+        logger.info("replica %d is drained; %d responses continue elsewhere", index, moved)
         await self._emptied(index)
-        return f"replica {index} is drained; {moved} responses went on elsewhere"
+        return f"replica {index} is drained; {moved} responses continue elsewhere"
 
     async def undrain(self, index: int) -> str:
         """Let a drained replica serve again after the next publication. Return what was done."""
         if not (replica := self._find(index)).drained:
             raise RolloutError(f"replica {index} is not drained; it is {replica.does}")
         self._fleet.table.undrain(index)
-        logger.info("replica %d is not drained any more", index)
+        logger.info("replica %d is undrained", index)
         return f"replica {index} serves again after the next publication of the weights"
 
     async def remove(self, index: int) -> str:
-        """Drain a replica and end its engine. Return what was done, or is still to be done."""
+        """Drain a replica and end its engine. Return what was done, or will be."""
         self._refuse_fixed()
         replica = self._find(index)
         self._refuse_last(index, "removed")
         moved = self._fleet.outstanding(index)
         self._fleet.table.leave(index)
-        logger.info("replica %d is removed; %d responses go on elsewhere", index, moved)
+        logger.info("replica %d is removed; %d responses continue elsewhere", index, moved)
         ending = asyncio.create_task(self._end_when_possible(replica))
         self._removals.add(ending)
         ending.add_done_callback(self._removals.discard)
         if replica.published:
-            return f"replica {index} leaves; its engine ends with the publication that is being made now"
+            return f"replica {index} leaves; its engine ends after the current publication"
         await asyncio.shield(ending)
-        return f"replica {index} is removed; {moved} responses went on elsewhere, and its engine has ended"
+        return f"replica {index} is removed; {moved} responses continue elsewhere, and its engine has ended"
 
     async def add(self, count: int) -> str:
-        """Start `count` further engines, and wait until they are up. Return what was done.
+        """Start `count` more engines, and wait until they are up. Return what was done.
 
-        Raises RolloutError before anything starts if Ray has no room for them, and naming those that did not start.
+        Raises RolloutError if Ray has no room for them, before anything starts, or naming those that did not start.
         """
         if count < 1:
             raise RolloutError(f"{count} engines cannot be added: give a number of at least 1")
@@ -176,10 +176,9 @@ class ElasticPool:
         return joins
 
     async def replace_later(self, indices: Sequence[int]) -> None:
-        """End replicas that a publication has failed on, which then goes on with the others; `tend` starts new ones.
+        """End replicas on which a publication failed, so that it continues without them; `tend` starts new ones.
 
-        If no other one serves training, they are restarted, and waited for. Raises RolloutError as
-        `EnginePool.restart`.
+        If no other replica serves training, restart them and wait. Raises RolloutError as `EnginePool.restart`.
         """
         table = self._fleet.table
         if not table.go_on_without(indices):
@@ -187,19 +186,19 @@ class ElasticPool:
             return
         table.excuse_leaving()
         for index in {each.index for each in table.members} & set(indices):
-            logger.warning("the pool goes on without replica %d, in whose place a new one is started", index)
+            logger.warning("the pool continues without replica %d and starts a new one", index)
             self._end_engine(table.give_up(index))
 
     async def tend(self) -> None:
-        """Start engines in the place of missing ones if Ray has room again. Call it now and then; it does not wait."""
+        """Start replacements of missing engines if Ray has room again. Call it now and then; it does not wait."""
         table = self._fleet.table
         if self._fixed:
             return
         if table.missing > self._reported_missing:
             self._failures, self._look_at = 0, 0.0
             self._notify(
-                f"the pool goes on with {len(table.members)} engines; {table.missing} that were lost are started "
-                "again as soon as there is room"
+                f"the pool continues with {len(table.members)} engines; {table.missing} lost ones are started again as "
+                "soon as there is room"
             )
         self._reported_missing = table.missing
         now = time.monotonic()
@@ -224,13 +223,13 @@ class ElasticPool:
         failed = [str(end) for end in ends if end is not None and not isinstance(end, NoPlace)]
         self._failures = self._failures + 1 if failed else 0
         if started:
-            self._notify(f"{started} engines that were lost are up again; they join with the next publication")
-            events.recovery("engine", f"{started} engines that were lost with their places are up again")
+            self._notify(f"{started} lost engines are up again; they join with the next publication")
+            events.recovery("engine", f"{started} lost engines are up again in new places")
         if failed:
-            self._notify(f"{len(failed)} engines did not start in the place of lost ones: {failed[0]}")
+            self._notify(f"{len(failed)} replacements of lost engines did not start: {failed[0]}")
 
     async def _start_one(self, index: int) -> Exception | None:
-        """Start an engine and add it; return why it did not start."""
+        """Start an engine and add it; return its error if it did not start."""
         table = self._fleet.table
         try:
             actor = await self._start(index, lambda: table.placed(index))
@@ -242,7 +241,7 @@ class ElasticPool:
         return None
 
     async def _emptied(self, index: int) -> None:
-        """Wait until no response is on a replica. It gives them up at its next report, or is lost."""
+        """Wait until a replica has no responses. It gives them up at its next report, or is lost."""
         limit_s = self._fleet.report_bound_s
         until = time.monotonic() + limit_s
         while left := self._fleet.outstanding(index):
@@ -253,7 +252,7 @@ class ElasticPool:
             await asyncio.sleep(LOOK_S)
 
     async def _end_when_possible(self, replica: Replica) -> None:
-        """End the engine of a replica that leaves. What it waits for has bounds of its own: reports, starts, syncs."""
+        """End the engine of a leaving replica. Each thing it waits for has its own timeout: reports, starts, syncs."""
         while not self._fleet.can_end(replica):
             await asyncio.sleep(LOOK_S)
         if replica.index in self._fleet.table:
@@ -265,7 +264,7 @@ class ElasticPool:
             self._end(client.actor)
 
     async def _reserve_all(self, count: int) -> list[int]:
-        """Reserve places for `count` engines. Raises RolloutError if Ray has no room for them, also after a while."""
+        """Reserve places for `count` engines. Raises RolloutError if Ray has no room for them after `ROOM_S`."""
         until = time.monotonic() + ROOM_S
         while True:
             indices, room = await self._reserve(count, count)
@@ -281,17 +280,18 @@ class ElasticPool:
             await asyncio.sleep(LOOK_S)
 
     async def _reserve(self, least: int, most: int) -> tuple[list[int], int]:
-        """Reserve as many places as are free, `most` at most. Return the indices, and how many places were free.
+        """Reserve all free places up to `most`, or none if fewer than `least` are free.
 
-        With fewer than `least` free places none is reserved.
+        Return the indices, and how many places were free.
         """
         async with self._reserving:
             room = await self._room()
             return self._fleet.table.reserve(min(room, most)) if room >= least else [], room
 
     async def _room(self) -> int:
-        """Return how many more engines Ray has room for, those that are being started not counted. Raises RolloutError
-        after `timeouts.rpc_s`. The thread that asks cannot be ended; no other one starts before it ends.
+        """Return how many more engines Ray has room for, besides those that are starting.
+
+        Raises RolloutError after `timeouts.rpc_s`. The asking thread cannot be ended; the next one waits for its end.
         """
         rpc_s, placing = self._timeouts.rpc_s, self._fleet.table.unplaced
         try:
@@ -299,7 +299,7 @@ class ElasticPool:
                 if self._look is not None:
                     await asyncio.wait([self._look])
                 self._look = asyncio.ensure_future(asyncio.to_thread(self._places))
-                self._look.add_done_callback(lambda look: look.cancelled() or look.exception())  # it may not be awaited
+                self._look.add_done_callback(lambda look: look.cancelled() or look.exception())  # may be unawaited
                 return max(0, await asyncio.shield(self._look) - placing)
         except TimeoutError:
             raise RolloutError(
@@ -316,7 +316,7 @@ class ElasticPool:
 
     def _refuse_closed(self) -> None:
         if not self._has_trainer:
-            raise RolloutError("the trainer has not begun to use the pool, or its new controller, yet; try again later")
+            raise RolloutError("the trainer does not use the pool, or its new controller, yet; try again later")
 
     def _find(self, index: int) -> Replica:
         """Return a replica that can be changed."""
@@ -324,12 +324,12 @@ class ElasticPool:
         table = self._fleet.table
         if index not in table:
             there = ", ".join(str(each.index) for each in table if each.state is not State.STARTING)
-            raise RolloutError(f"there is no replica {index}; there are {there}")
+            raise RolloutError(f"there is no replica {index}; the replicas are {there}")
         replica = table[index]
         if replica.state is State.STARTING:
             raise RolloutError(f"replica {index} is being started; try again when it is up")
         if replica.leaving:
-            raise RolloutError(f"replica {index} is being removed already")
+            raise RolloutError(f"replica {index} is already being removed")
         return replica
 
     def _refuse_last(self, index: int, done: str) -> None:

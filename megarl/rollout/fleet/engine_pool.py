@@ -1,18 +1,22 @@
-"""The replicas of a run: responses of those that serve, publications to all of them, and how lost ones are replaced.
+"""The replicas of a run: they answer requests and take part in publications, and lost ones are replaced.
 
-The config gives the number of replicas at the start. After that only the fleet knows how many there are.
+The config gives the number of replicas at the start; later only the pool knows it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import NoPlace, ReplicaFailed, RolloutError
 from megarl.common.process.held_outputs import hold_within
 from megarl.config.schema import TimeoutsConfig
+from megarl.rollout.agents.batch_stats import BusyClock
 from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
@@ -21,38 +25,28 @@ from megarl.rollout.fleet.calls import GROUP_TERMS, CallRunner, CallTerms
 from megarl.rollout.fleet.replica_table import Replica, ReplicaTable
 from megarl.rollout.fleet.router import PublicationHold, Router
 from megarl.rollout.fleet.speed import rate_metrics
+from megarl.rollout.transport.background import cancel_all
+from megarl.rollout.transport.gather import Turn
 from megarl.rollout.transport.rpc import ReplicaClient, as_rollout_error
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-
-import time
-from collections.abc import Hashable
-from dataclasses import replace
-from functools import partial
-
-from megarl.rollout.agents.batch_stats import BusyClock
-from megarl.rollout.transport.background import cancel_all
-from megarl.rollout.transport.gather import Turn
-
 logger = logging.getLogger(__name__)
 
 # A lost replica that does not answer within this time does not answer the weight sync either.
 _RETIRE_S = 2.0
-_RESET_S = 5.0  # in which a lost replica that is sound drops its requests
+_RESET_S = 5.0  # in which a healthy lost replica drops its requests
 
-# Ends an actor and starts a new one of the same index; raises ReplicaFailed if it does not come up.
+# Ends an actor and starts a new one with the same index; raises ReplicaFailed if it does not come up.
 Restart = Callable[[int, "ActorHandle"], Awaitable["ActorHandle"]]
 
 
 class EnginePool:
-    """Holds all replicas: those that serve, those that are lost, and those that join at the next version.
+    """Holds all replicas: serving ones, lost ones, and those that join at the next version.
 
-    Requests of one call go to one replica; another one continues its responses if that one is lost (`calls.py`).
-    A lost replica that turns out to be sound serves again after the next weight sync.
-
-    `table`: what each replica does; the changes of the pool act on it.
+    Requests of one call go to one replica; if it is lost, another one continues its responses (`calls.py`). A lost
+    replica that turns out to be healthy serves again after the next weight sync. `table`: the state of each replica.
     """
 
     def __init__(
@@ -67,26 +61,26 @@ class EnginePool:
     ) -> None:
         """`replicas`: started EngineReplica actors by index. `describe(index)`: where a replica's log is.
 
-        `report_interval_s`: of how many seconds a lost replica may take the tokens with it. `sync_restarts`: how often
-        a failed sync is repeated with new replicas (`weight_sync.restarts`).
+        `report_interval_s`: at most this many seconds of tokens are lost with a replica. `sync_restarts`: how often a
+        failed sync is repeated with new replicas (`weight_sync.restarts`).
         """
         self._timeouts, self._restart, self._describe = timeouts, restart, describe
-        # What an engine holds is missing from a report, so the next one comes earlier by as much.
+        # A report lacks the tokens that an engine holds back, so ask earlier by as much.
         self._report_interval_s = report_interval_s - hold_within(report_interval_s)
         clients = {index: self.client(index, actor) for index, actor in replicas.items()}
         self.table = ReplicaTable(clients, replaces=sync_restarts > 0)
         replacement_s = all_attempts_s(timeouts, sync_restarts)
-        # For as long as running responses may take to end, and then a weight sync with all its attempts.
+        # As long as running responses may take to end, and then a weight sync with all its attempts.
         self._hold = PublicationHold(timeouts.generate_s + replacement_s)
         self._router = Router(self.table, self._hold, replacement_s)
         self._calls = CallRunner(self.table, self._router, timeouts, self._report_interval_s)
 
     def client(self, index: int, actor: ActorHandle) -> ReplicaClient:
-        """Return what calls the actor of a replica."""
+        """Return a client for the actor of a replica."""
         return ReplicaClient(index, actor, self._timeouts.rpc_s, self._describe(index))
 
     async def call(self, index: int, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
-        """Call a method of a replica; see `ReplicaClient.call`. Raises ReplicaFailed too if it has left the pool."""
+        """Call a method of a replica; see `ReplicaClient.call`. Also raises ReplicaFailed if it has left the pool."""
         client = self.table[index].client if index in self.table else None
         if client is None:
             raise ReplicaFailed(index, f"replica {index} has left the pool")
@@ -94,7 +88,7 @@ class EnginePool:
 
     @property
     def members(self) -> list[int]:
-        """Indices of the replicas that take part in the publication that is being made, or else in the next one."""
+        """Indices of the replicas that take part in the current publication, or else in the next one."""
         return [each.index for each in self.table.members]
 
     @property
@@ -104,31 +98,31 @@ class EnginePool:
 
     @property
     def idle(self) -> list[int]:
-        """Indices of the replicas that are started, wait for their first weights, or are drained, sorted."""
+        """Indices of the replicas that start, wait for their first weights, or are drained, sorted."""
         return [each.index for each in self.table.idle]
 
     @property
     def lost(self) -> dict[int, ReplicaFailed]:
-        """The replicas that do not serve because they failed, with the reasons; the last one lost is at the end."""
+        """The replicas that failed and do not serve, with the reasons, the last lost one at the end."""
         return self.table.lost
 
     @property
     def needs_publication(self) -> str:
-        """The reason why the trainer must publish its weights now, because only that brings a replica; else empty."""
+        """Why the trainer must publish its weights now: only that brings back a replica. Empty if it need not."""
         if self.table.serving or self.table.under_way or not (lost := self.lost):
             return ""
         return str(next(reversed(lost.values())))
 
     def expect_publication(self, publishes: bool) -> None:
-        """Record whether a trainer publishes as soon as it hears that it must (`needs_publication`).
+        """Record whether a trainer publishes when asked to (`needs_publication`).
 
-        Responses whose last replica is lost then wait for that, instead of ending the run.
+        Responses whose last replica is lost then wait for that instead of ending the run.
         """
         self.table.expects = publishes
         self._router.look_again()
 
     def take_load(self) -> EngineLoad:
-        """Return the peaks of all replicas since the last call, as far as they have reported."""
+        """Return the reported peaks of all replicas since the last call."""
         return self._router.take_load()
 
     def take_rates(self) -> dict[str, float]:
@@ -145,13 +139,12 @@ class EnginePool:
     ) -> list[GenerateResult]:
         """Return responses in the order of `requests`, which share the `context`.
 
-        `terms`: what is different for calls that are not for training groups. `background`: they belong to an
-        evaluation alongside training, and give way to training. They have no time limit of their own: the wait for the
-        evaluation has one.
+        `terms`: how they differ from calls for training groups. `background`: they belong to an evaluation alongside
+        training and give way to training. They have no time limit; the wait for the evaluation has one.
 
-        Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica for them was lost and no other
-        one is coming, RolloutError if the group fails by its deadline, if no replica has room within
-        `timeouts.generate_s`, or if one that works has not ended them within that time.
+        Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica was lost and none is coming,
+        RolloutError if the group fails at its deadline, or if within `timeouts.generate_s` no replica has room or a
+        replica has not ended them.
         """
         return await self._calls.run(context, requests, background, terms)
 
@@ -161,26 +154,26 @@ class EnginePool:
         return self._report_interval_s + 2 * self._timeouts.rpc_s
 
     def outstanding(self, index: int) -> int:
-        """Return the number of responses on which a replica works, those that a drained one gives up included."""
+        """Return the number of unfinished responses of a replica, including those a drained one gives up."""
         return self._calls.on(index)
 
     def can_end(self, replica: Replica) -> bool:
-        """Return whether the engine of a replica that leaves can end: nothing works on it, with it or for it."""
+        """Return whether the engine of a leaving replica can end: no call, publication or restart uses it."""
         return not (self._calls.on(replica.index) or replica.published or replica.coming)
 
     async def begin_sync(self) -> None:
-        """Record that a weight sync is about to begin, which replaces the replicas that its failure leaves unusable.
+        """Record that a weight sync is about to begin, and try to readmit lost replicas.
 
-        A lost replica may be sound: its report was late, or the network was cut. If it can drop its requests, it serves
-        again after the sync. Else it is asked to refuse the sync, so that it is replaced, unless a failed sync ends the
-        run (`weight_sync.restarts` is 0): it then takes part, and serves no more.
+        A lost replica may be healthy: its report was late, or the network was cut. If it can drop its requests, it
+        serves again after the sync. Otherwise it is made to refuse the sync, so that it is replaced. If failed syncs
+        end the run (`weight_sync.restarts` is 0), it takes part instead, but does not serve again.
         """
         self.table.begin_sync()
         lost = [each for each in self.table if each.lost and not each.coming]
         await asyncio.gather(*(self._readmit(each, self.table.sync_replaces) for each in lost))
 
     async def _drop_requests(self, replica: Replica, timeout_s: float) -> ReplicaFailed | None:
-        """Make an engine drop its requests; one that was lost joins then. Return why it could not."""
+        """Make an engine drop its requests, so that a lost one joins. Return the error if it could not."""
         try:
             await self.call(replica.index, "reset", timeout_s=timeout_s)
         except RolloutError as error:
@@ -189,7 +182,7 @@ class EnginePool:
         return None
 
     async def _readmit(self, replica: Replica, replaces: bool) -> None:
-        """Let a lost replica join if it is sound; else, if the sync `replaces` those that refuse it, have it refuse."""
+        """Let a healthy lost replica join. Make others refuse the sync, if it `replaces` those that do."""
         index, reason = replica.index, replica.failure
         if not replica.condemned:
             if (error := await self._drop_requests(replica, _RESET_S)) is None:
@@ -200,13 +193,13 @@ class EnginePool:
         try:
             await self.call(index, "fail", f"was lost: {reason}", timeout_s=_RETIRE_S)
         except RolloutError as failure:
-            logger.info("replica %d, which is lost, was not notified: %s", index, failure)
+            logger.info("lost replica %d was not notified: %s", index, failure)
 
     async def drain(self, timeout_s: float) -> None:
-        """Hold back all requests that have not begun, and wait until those that have begun have ended.
+        """Hold back new requests until `admit_joining` or `reset`, and wait until running ones have ended.
 
-        They are held back until `admit_joining` or `reset`, and not after a failure. Foreign ones that have begun are
-        not waited for. Raises RolloutError naming the replicas and their numbers of requests after `timeout_s`.
+        Foreign ones are not waited for. After `timeout_s` nothing is held back, and RolloutError names the replicas and
+        their numbers of requests.
         """
         self._hold.begin()
         try:
@@ -216,7 +209,7 @@ class EnginePool:
             raise
 
     def _let_go(self) -> None:
-        """Place what `drain` has held back."""
+        """Release the requests that `drain` holds back."""
         self._hold.end()
         self._router.look_again()
 
@@ -225,19 +218,15 @@ class EnginePool:
         await self._hold.wait("a prompt group")
 
     def admit_joining(self) -> None:
-        """Let all replicas serve training, replaced and new ones too. Call it when a sync is complete.
-
-        Drained ones do not.
-        """
+        """Let all replicas serve but drained ones, including replaced and new ones. Call it after a complete sync."""
         self.table.admit()
         self._let_go()
 
     async def restart(self, indices: Sequence[int]) -> None:
-        """Replace replicas by new ones under the same names; they serve after `admit_joining`, and not before.
+        """Replace replicas by new ones under the same names, which serve only after `admit_joining`.
 
-        One for which no node has room, as after the loss of its node, leaves the pool, unless it would be the last.
-        Raises RolloutError if one does not come up. The controller owns them: the actors of a rank would end with the
-        rank.
+        A replica for which no node has room, for example because its node is lost, leaves the pool unless it is the
+        last. Raises RolloutError if one does not come up. The controller owns them: a rank's actors end with the rank.
         """
         self.table.excuse_leaving()
         wanted = [each for index in indices if index in self.table and not (each := self.table[index]).leaving]
@@ -248,11 +237,11 @@ class EnginePool:
             if not (isinstance(error, NoPlace) and left):
                 raise error
         for index, error in failures.items():
-            logger.warning("the pool goes on without replica %d: %s", index, error)
+            logger.warning("the pool continues without replica %d: %s", index, error)
             self.table.give_up(index)
 
     async def _restart_one(self, replica: Replica) -> None:
-        assert replica.client is not None  # a publication is not made to one whose engine is being started
+        assert replica.client is not None  # starting replicas take no part in publications
         index = replica.index
         self.table.restarting(index)
         try:
@@ -264,7 +253,7 @@ class EnginePool:
         self.table.restarted(replica, self.client(index, actor))
 
     async def reset(self) -> None:
-        """Make every engine drop its requests and be ready to serve; replace those that cannot, or are too slow.
+        """Make every engine drop its requests and be ready to serve; replace those that cannot or are condemned.
 
         Lost ones serve again after `admit_joining`.
         """
@@ -282,9 +271,9 @@ class EnginePool:
         await self.restart(sorted(broken))
 
     async def take_over(self, *, in_sync: bool) -> None:
-        """Make every engine drop the requests of a controller that has died. Those that cannot are lost.
+        """Make every engine drop the requests of a dead controller. Engines that cannot are lost.
 
-        They serve again, or are replaced, after the next sync. `in_sync`: the trainer is in the middle of one.
+        The next sync readmits or replaces them. `in_sync`: the trainer is in the middle of a sync.
         """
 
         async def take(replica: Replica) -> None:
@@ -303,17 +292,12 @@ class EnginePool:
 
 
 def all_attempts_s(timeouts: TimeoutsConfig, sync_restarts: int) -> float:
-    """Return the seconds that all attempts at a weight sync can take, with a restart between two of them."""
+    """Return the seconds that all attempts at a weight sync can take, including the restarts between them."""
     return (sync_restarts + 1) * timeouts.weight_sync_s + sync_restarts * timeouts.engine_start_s
 
 
-# Gathering of requests: those made in one turn of the event loop share one Ray call.
-#
-# A Ray call costs as much time as 50 short tokens.
-
-
 class RequestCoalescer:
-    """Takes single requests and sends those that share a turn of the event loop and a prefix in one call."""
+    """Sends requests that share a prefix and a turn of the event loop in one Ray call, which costs 50 short tokens."""
 
     def __init__(
         self,
@@ -325,9 +309,9 @@ class RequestCoalescer:
         clock: BusyClock | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`chunk`: the most requests in one call (None: no bound). `clock` records when calls are sent and answered.
+        """`chunk`: the most requests in one call; None: no bound. `clock` records when calls are sent and answered.
 
-        `in_turn`: calls without a home go to the replicas in turn instead of by load. `background`: see
+        `in_turn`: calls without a home go to the replicas in turn, not by load. `background`: see
         `EnginePool.generate`.
         """
         self._pool, self._chunk, self._in_turn, self._clock, self._now = pool, chunk, in_turn, clock, now
@@ -337,7 +321,7 @@ class RequestCoalescer:
         self._calls = 0
 
     async def generate(self, request: GenerateRequest, context: RequestContext) -> GenerateResult:
-        """Return the response to one request. Raises what the pool raised for the call that carried the request."""
+        """Return the response to one request. Raises what the pool raises for the call that carries it."""
         key = context.prefix, context.home
         turn = self._turns.get(key)
         if turn is None or not turn.open or len(turn.joined) == self._chunk:
@@ -352,7 +336,7 @@ class RequestCoalescer:
         return await turn.join(request)
 
     async def cancel(self) -> None:
-        """Cancel every open call, and every `generate` that waits for one. Raises as `cancel_all`."""
+        """Cancel all open calls and every `generate` that waits for one. Raises as `cancel_all`."""
         await cancel_all(self._tasks, "calls to engines")
 
     async def _call(

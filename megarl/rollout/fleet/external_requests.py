@@ -1,10 +1,10 @@
-"""Requests from outside the run, which the gateway passes on to the controller: begun, watched, dropped.
+"""Requests from outside the run, which the gateway passes on to the controller.
 
-They go through the fleet like those of training groups, so they wait out a publication and go on elsewhere when a
-replica is lost; admission knows nothing of them. Some are of the run's own groups, whose samples a harness acts for:
-these have the group's deadline, and a publication that lets responses end waits for them.
+They go through the fleet like those of training groups: they wait out a publication and continue elsewhere when a
+replica is lost. Admission does not know them. Some come from harnesses that act for the run's groups: these have the
+group's deadline, and a publication that lets responses end waits for them.
 
-Their messages share few calls (`transport/link.py`): a call per response would cost more than a short response.
+Their messages share a few calls (`transport/link.py`): a call per response would cost more than a short response.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megarl.rollout.transport.link import LinkServer
 
 logger = logging.getLogger(__name__)
 
-# How a request failed: the engine refused it, its time was over, or the pool could not serve it.
+# How a request failed: the engine refused it, its time was up, or the pool could not serve it.
 Failure = Literal["", "refused", "late", "unavailable"]
 
 
@@ -35,10 +35,9 @@ Failure = Literal["", "refused", "late", "unavailable"]
 class ExternalRequest:
     """A request of the gateway. `timeout_s` counts from its arrival at the controller.
 
-    `prefix`: requests with the same one share the beginning of their prompts; `replica` has it in its KV cache, if that
-    is known. `interval_s`: the time between two news of its tokens; None: that of training's responses. `so_far`: the
-    tokens that it has from a controller that has died. `of_group`: it is made for a group of the run; `deadline`: that
-    of the group, if it has one, as `GroupDeadline.sent`.
+    `prefix`: requests with the same one share the beginning of their prompts; `replica`, if known, has it in its KV
+    cache. `interval_s`: time between reports of its tokens; None: as for training. `so_far`: its tokens from a dead
+    controller. `of_group`: it is made for a group of the run; `deadline`: the group's, as `GroupDeadline.sent`.
     """
 
     request: GenerateRequest
@@ -52,13 +51,13 @@ class ExternalRequest:
 
     @property
     def size(self) -> int:
-        """About how many numbers it has."""
+        """Its approximate size, as a count of numbers."""
         return len(self.request.prompt_ids)
 
 
 @dataclass(frozen=True)
 class ExternalDrop:
-    """Nobody waits any more for the request of a name. One that is not known, or has ended, is ignored."""
+    """Drops the request `name`, for which nobody waits; ignored if it is unknown or has ended."""
 
     name: str
     size = 1
@@ -66,7 +65,7 @@ class ExternalDrop:
 
 @dataclass(frozen=True)
 class ExternalNews:
-    """The tokens of a request since the news before. It has ended if `part` says how, or with a `failure`.
+    """The tokens of a request since the last news. `part` or a `failure` says how it ended.
 
     `replica`: which one ended it, -1 before; `error`: the message of a failure.
     """
@@ -79,18 +78,18 @@ class ExternalNews:
 
     @property
     def ended(self) -> bool:
-        """True if no news of this request follow."""
+        """True if this is the last news of the request."""
         return self.part.finish_reason is not None or bool(self.failure)
 
 
 class _Open(dict[str, ResponsePart]):
-    """A request, and by its name the tokens so far. `tell`: called with it when it has more.
+    """A request, with its tokens so far under its name. `tell` is called with it when it has more.
 
-    `until`: by `time.monotonic`; `reported`: tokens that were in earlier news; `end`: without the tokens; `waits`: it
-    has news that no call has taken.
+    `until`: by `time.monotonic`; `reported`: how many tokens earlier news had; `end`: its last news, without tokens;
+    `waits`: it has news that no call has taken.
     """
 
-    size = 64  # of its news, as they are on average
+    size = 64  # of its news on average
 
     def __init__(self, request: ExternalRequest, now: float, tell: Callable[[_Open], object]) -> None:
         self.name = request.request.request_id
@@ -103,7 +102,7 @@ class _Open(dict[str, ResponsePart]):
 
     def __setitem__(self, name: str, part: ResponsePart) -> None:
         super().__setitem__(name, part)
-        # The end is reported with the result, which also says why a response was given up.
+        # The end comes with the result, which also says why a response was given up.
         if part.finish_reason is None and part.response_ids:
             self._tell(self)
 
@@ -114,14 +113,14 @@ class _Open(dict[str, ResponsePart]):
 
 
 class ExternalRequests:
-    """Holds the requests of the run's gateway, which come by `link`. Those of a gateway that was replaced are dropped.
+    """Holds the requests of the run's gateway, which come by `link`; drops those of a replaced gateway.
 
-    `serve` lets them go to the replicas, `hold` keeps them back while a trainer or a new controller makes the engines
-    drop their requests; what they had reported is kept, and continued.
+    `serve` lets them go to the replicas; `hold` keeps them back while a trainer or a new controller makes the engines
+    drop their requests. Their reported tokens are kept, and continued later.
     """
 
     def __init__(self, fleet: EnginePool, *, serves: bool) -> None:
-        """`serves`: the replicas have weights already."""
+        """`serves`: the replicas already have weights."""
         self._fleet = fleet
         self._open: dict[str, _Open] = {}
         self._serves = asyncio.Event()
@@ -139,7 +138,7 @@ class ExternalRequests:
                 found.task.cancel()
 
     async def hold(self) -> None:
-        """Keep all requests back until `serve`. When this returns, none is on its way to a replica."""
+        """Keep all requests back until `serve`. On return, none is on its way to a replica."""
         self._serves.clear()
         held = [each for each in self._open.values() if each.end is None]
         running = [each.task for each in held if each.task is not None]
@@ -148,7 +147,7 @@ class ExternalRequests:
         await cancel_all(running, "requests from outside")
 
     def serve(self) -> None:
-        """Let the requests go to the replicas, from the tokens that they have. Nothing happens if they may already."""
+        """Let the requests go to the replicas and continue from their tokens. Idempotent."""
         self._serves.set()
 
     def close(self) -> None:
@@ -162,7 +161,7 @@ class ExternalRequests:
         opened.task = asyncio.get_running_loop().create_task(self._run(opened))
 
     async def _run(self, opened: _Open) -> None:
-        """Bring a request to its end, whatever it is. A cancelled one has none."""
+        """Bring a request to its end, unless it is cancelled."""
         asked = opened.request
         terms = CallTerms(foreign=True, of_group=asked.of_group, report_interval_s=asked.interval_s)
         context = RequestContext(asked.prefix, None, asked.replica, opened.deadline, opened)
@@ -190,14 +189,14 @@ class ExternalRequests:
         self._tell(opened)
 
     def _tell(self, opened: _Open) -> None:
-        """Let the next call have the news of a request, all since the call before."""
+        """Queue a request's news for the next call."""
         if not opened.waits and self._open.get(opened.name) is opened:
             opened.waits = True
             self.link.outbox.put(opened)
 
     def _late(self, opened: _Open) -> str:
         tokens, serving = len(opened.part.response_ids), self._fleet.serving
-        held = "the engines wait for weights of the trainer"
+        held = "the engines wait for weights from the trainer"
         where = f"replicas that serve: {serving}" if self._serves.is_set() else held
         return (
             f"the request waited {opened.request.timeout_s:.0f} s (timeouts.generate_s) for the rollout pool; "
@@ -205,7 +204,7 @@ class ExternalRequests:
         )
 
     def _news(self, opened: _Open) -> ExternalNews:
-        """Return what is new of a request; one that has ended is forgotten."""
+        """Return the news of a request; forget it if it has ended."""
         opened.waits = False
         part, known = opened.part, opened.reported
         opened.reported = len(part.response_ids)

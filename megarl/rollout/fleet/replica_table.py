@@ -1,10 +1,10 @@
 """One record for each replica of the pool, and everything that changes its state. No clock, no calls.
 
-A replica serves if it is `READY` and neither drained nor removed. Requests are placed on it for as long as it serves
-without a break (`Lease`); after that what it works on goes on elsewhere, also if it serves again later.
+A replica serves if it is `READY` and neither drained nor removed. It keeps its requests while it serves without a break
+(`Lease`); after a break they continue elsewhere, even if it serves again.
 
-A new replica has no weights: it joins with the next publication. The members of a publication stay the same from its
-beginning to its end, so a replica that is removed meanwhile ends after it. An index is never used again.
+A new replica has no weights: it joins with the next publication. The members of a publication do not change, so a
+replica that is removed during one ends after it. An index is never reused.
 """
 
 from __future__ import annotations
@@ -27,25 +27,23 @@ logger = logging.getLogger(__name__)
 class State(Enum):
     """What the engine of a replica is ready for."""
 
-    STARTING = "it is started for the first time"
+    STARTING = "it starts for the first time"
     NEW = "it is up, and joins with the next publication"
     READY = "it has the weights of the last publication that it took part in"
     LOST = "it failed, or is too slow"
-    RESTARTING = "another engine is started in its place"
-    JOINING = "it has none of its requests of before, and serves as soon as the publication is complete"
+    RESTARTING = "another engine starts in its place"
+    JOINING = "it has dropped its requests, and serves as soon as the publication is complete"
 
 
 @dataclass(eq=False)
 class Replica:
-    """A replica from the start of its engine to the end of it.
+    """A replica from the start of its engine to its end.
 
-    `client`: calls its actor; None before that is up and after it has ended. `drained`, `leaving`: it gets no requests,
-    whatever its state, because somebody has drained or removed it. `failure`: why it was lost; it stays until the
-    replica serves again. `condemned`: it answers, but must not serve again. `published`: it takes part in the
-    publication that is being made. `placed`: its place does not look free to Ray. `epoch`: another number each time
-    that it has given up its requests, and higher than those of all that gave them up before.
-
-    `load`: requests that are placed on it and have not ended. `limit`: how many it may have (`router.py`).
+    `client`: calls its actor; None before that is up and after it has ended. `drained`, `leaving`: it was drained or
+    removed and gets no requests, whatever its state. `failure`: why it was lost; kept until it serves again.
+    `condemned`: it answers, but must not serve again. `published`: it takes part in the current publication. `placed`:
+    Ray does not count its place as free. `epoch`: a new number, rising across the pool, each time it gives up its
+    requests. `load`: requests placed on it that have not ended. `limit`: how many it may have (`router.py`).
     """
 
     index: int
@@ -70,17 +68,17 @@ class Replica:
 
     @property
     def coming(self) -> bool:
-        """True if it is restarted, or serves as soon as the publication is complete."""
+        """True if it restarts, or serves as soon as the publication is complete."""
         return self.state in (State.RESTARTING, State.JOINING)
 
     @property
     def lost(self) -> bool:
-        """True if it does not serve because it failed; also while it is replaced."""
+        """True if it failed and does not serve, even while it is being replaced."""
         return self.failure is not None and not self.leaving
 
     @property
     def does(self) -> str:
-        """What it does, in one word for a list."""
+        """Its status in one word."""
         if self.state is State.STARTING:
             return "starting"
         if self.leaving:
@@ -90,13 +88,13 @@ class Replica:
         return "lost" if self.lost else "drained" if self.drained else "serving"
 
     def lease(self) -> Lease:
-        """Return it as it is now, when requests are placed on it."""
+        """Return the lease of requests that are placed on it now."""
         return Lease(self, self.client, self.epoch)
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A replica as requests were placed on it."""
+    """A replica as it was when requests were placed on it."""
 
     replica: Replica
     client: ReplicaClient | None
@@ -104,7 +102,7 @@ class Lease:
 
     @property
     def valid(self) -> bool:
-        """True if the replica has served since then without a break."""
+        """True if the replica has served without a break since then."""
         return self.epoch == self.replica.epoch
 
     @property
@@ -119,7 +117,7 @@ class Lease:
 
     @property
     def ended(self) -> ReplicaFailed | None:
-        """Why the replica does not work any more on what was placed on it; None if it does."""
+        """Why the replica stopped working on the requests; None if it still does."""
         index = self.replica.index
         if self.valid:
             return None
@@ -129,18 +127,18 @@ class Lease:
             return self.replica.failure
         if self.drained:
             return ReplicaFailed(index, f"replica {index} is drained")
-        return ReplicaFailed(index, f"replica {index} was lost, and serves again without its requests of before")
+        return ReplicaFailed(index, f"replica {index} was lost, and serves again without its earlier requests")
 
 
 class ReplicaTable:
-    """The replicas by index, in ascending order, and the publication that is being made.
+    """The replicas by ascending index, and the current publication.
 
-    `missing`: how many were lost with their node and found no other place. `publishing`: a publication is being made.
-    `expects`: the trainer makes one as soon as it is asked to.
+    `missing`: how many were lost with their node and found no other place. `publishing`: a publication runs.
+    `expects`: the trainer publishes when asked to.
     """
 
     def __init__(self, clients: Mapping[int, ReplicaClient], *, replaces: bool) -> None:
-        """`clients`: those of the start, which serve. `replaces`: a sync that fails has replicas replaced."""
+        """`clients`: of the first replicas, which serve. `replaces`: replicas that fail in a sync are replaced."""
         self._replicas = {index: Replica(index, State.READY, clients[index]) for index in sorted(clients)}
         self._next = max(self._replicas, default=-1) + 1
         self._epochs = itertools.count(1)
@@ -151,7 +149,7 @@ class ReplicaTable:
         self.on_change: Callable[[], object] = lambda: None  # called when a replica comes or goes, or may not come
 
     def __getitem__(self, index: int) -> Replica:
-        """Return a replica; raises KeyError if there is none of this index (any more)."""
+        """Return a replica; raises KeyError if it does not exist or has left."""
         return self._replicas[index]
 
     def __iter__(self) -> Iterator[Replica]:
@@ -167,14 +165,14 @@ class ReplicaTable:
 
     @property
     def members(self) -> list[Replica]:
-        """The replicas that take part in the publication that is being made, or else in the next one."""
+        """The replicas that take part in the current publication, or else in the next one."""
         if self.publishing:
             return [each for each in self if each.published]
         return [each for each in self if each.state is not State.STARTING and not each.leaving]
 
     @property
     def idle(self) -> list[Replica]:
-        """Those that hold their devices and serve nothing, although they have not failed."""
+        """The replicas that hold devices and serve nothing, although they have not failed."""
         waits = (State.STARTING, State.NEW)
         return [
             each for each in self if not each.leaving and not each.failure and (each.drained or each.state in waits)
@@ -182,7 +180,7 @@ class ReplicaTable:
 
     @property
     def lost(self) -> dict[int, ReplicaFailed]:
-        """The reasons for which replicas do not serve; the last one lost is at the end."""
+        """Why each lost replica does not serve, the last lost one at the end."""
         lost = sorted((each for each in self if each.lost), key=lambda each: each.epoch)
         return {each.index: each.failure for each in lost if each.failure is not None}
 
@@ -193,16 +191,16 @@ class ReplicaTable:
 
     @property
     def under_way(self) -> bool:
-        """True if a replica may serve later without anything else happening before.
+        """True if a replica may come to serve without further action.
 
-        A weight sync that fails leaves replicas that refuse every call, and then has them restarted. The pool sees them
-        refuse before it is asked for the restart, so a replacement may be coming as long as a sync is under way.
+        A failed weight sync leaves replicas that refuse every call, and then restarts them. The pool sees the refusals
+        before it is asked for the restart, so a replacement may be coming while a sync runs.
         """
         return (self.publishing and self._replaces) or any(each.coming for each in self)
 
     @property
     def coming(self) -> bool:
-        """True if a replica may serve later: it is on its way, or the trainer can be asked for a sync."""
+        """True if a replica may come to serve: it is on its way, or the trainer can be asked for a sync."""
         return self.under_way or (self.expects and self._replaces)
 
     def serves_without(self, index: int) -> bool:
@@ -210,7 +208,7 @@ class ReplicaTable:
         return any(each.index != index for each in self.serving)
 
     def none_left(self, waited: str = "") -> NoReplicaLeft:
-        """Return the error of requests that no replica serves, with the reason of the last loss after `waited`."""
+        """Return the error of requests that no replica serves: `waited`, then the reason of the last loss."""
         none = ReplicaFailed(-1, "all replicas have left the pool")
         index, reason = next(reversed(self.lost.items()), (-1, none))
         error = NoReplicaLeft(index, f"{waited}{reason}")
@@ -220,18 +218,18 @@ class ReplicaTable:
     # Replicas that come and go.
 
     def leave_out(self, used: Iterable[int]) -> None:
-        """Give none of these indices to a new replica: engines that have ended had them."""
+        """Do not give new replicas these indices, which ended engines had."""
         self._next = max([self._next, *(index + 1 for index in used)])
 
     def reserve(self, count: int) -> list[int]:
-        """Return the indices of `count` new replicas, whose engines are now started."""
+        """Return the indices of `count` new replicas, whose engines start."""
         indices = list(range(self._next, self._next + count))
         self._next += count
         self._replicas |= {index: Replica(index, State.STARTING, placed=False) for index in indices}
         return indices
 
     def placed(self, index: int) -> None:
-        """Record that a new replica has taken its place, which is therefore not free any more."""
+        """Record that a new replica has taken its place, which Ray does not count as free."""
         self._replicas[index].placed = True
 
     def started(self, index: int, client: ReplicaClient) -> None:
@@ -240,7 +238,7 @@ class ReplicaTable:
         new.state, new.client, new.placed = State.NEW, client, True
 
     def forget(self, index: int) -> ReplicaClient | None:
-        """Forget a replica, which has left or did not start; return what called its actor, which is to be ended."""
+        """Forget a replica that left or did not start; return its closed client, whose actor the caller ends."""
         replica = self._replicas.pop(index)
         client, replica.client = replica.client, None
         if client is not None:
@@ -248,24 +246,24 @@ class ReplicaTable:
         return client
 
     def give_up(self, index: int) -> ReplicaClient | None:
-        """Take a replica out of the pool, in which one is missing then. Its responses go on elsewhere. As `forget`."""
+        """Take a replica out of the pool and count it as missing. Its responses continue elsewhere. As `forget`."""
         self._withdraw(self._replicas[index])
         self.missing += 1
         return self.forget(index)
 
     def leave(self, index: int) -> None:
-        """Remove a replica; its responses go on elsewhere. `EnginePool.can_end` says when its engine can be ended."""
+        """Remove a replica; its responses continue elsewhere. `EnginePool.can_end` says when its engine can end."""
         replica = self._replicas[index]
         replica.leaving, replica.failure = True, None
         self._withdraw(replica)
 
     def drain(self, index: int) -> None:
-        """Place nothing more on a replica, which goes on taking part in publications; its responses go on elsewhere."""
+        """Give a replica no more requests; it still takes part in publications. Its responses continue elsewhere."""
         self._replicas[index].drained = True
         self._withdraw(self._replicas[index])
 
     def undrain(self, index: int) -> None:
-        """End what `drain` began: the replica serves again after the next publication."""
+        """Undo `drain`: the replica serves again after the next publication."""
         replica = self._replicas[index]
         replica.drained = False
         if replica.state is State.READY:
@@ -274,9 +272,9 @@ class ReplicaTable:
     # Replicas that are lost and replaced.
 
     def lose(self, index: int, reason: ReplicaFailed) -> None:
-        """Place nothing more on a replica that has failed; its unfinished responses go on elsewhere.
+        """Give a failed replica no more requests; its responses continue elsewhere.
 
-        Nothing happens if it is lost already, leaves, or has gone.
+        Does nothing if it is already lost, leaving or gone.
         """
         replica = self._replicas.get(index)
         if replica is None or replica.client is None or replica.leaving or replica.failure is not None:
@@ -286,17 +284,17 @@ class ReplicaTable:
         self._withdraw(replica)
 
     def condemn(self, index: int, reason: str) -> None:
-        """Lose a replica that answers, and have the next sync replace it."""
+        """Lose a replica that still answers, and have the next sync replace it."""
         replica = self._replicas[index]
-        assert replica.client is not None  # it has been asked, or has generated
+        assert replica.client is not None  # it has answered
         replica.condemned = True
         self.lose(index, ReplicaFailed(index, f"replica {index} {reason}; {replica.client.where}"))
         logger.warning("replica %d %s; it is drained and replaced", index, reason)
 
     def note_progress(self, lease: Lease, progress: tuple[int, float], now: float, patience_s: float) -> None:
-        """Record tokens and the seconds that responses took for them; condemn a replica much slower than the others.
+        """Record tokens and the seconds they took; condemn a replica much slower than the others (`Progress.note`).
 
-        The last one for training stays. See `Progress.note`.
+        The last one that serves training stays.
         """
         if not lease.valid:
             return
@@ -308,18 +306,19 @@ class ReplicaTable:
     def quarantine(self, index: int, reason: str) -> tuple[bool, str]:
         """Take a replica out because of what it generates; the next sync replaces it.
 
-        Its work goes on elsewhere. The last one for training stays. Returns whether it was taken out, and in words.
+        Its work continues elsewhere. The last one that serves training stays. Returns whether it was taken out, and a
+        message.
         """
         replica = self._replicas.get(index)
         if replica is None or replica.client is None or replica.leaving or replica.failure is not None:
-            return False, f"replica {index} does not serve any more; the next publication brings or replaces it"
+            return False, f"replica {index} does not serve; the next publication readmits or replaces it"
         if not self.serves_without(index):
             return False, f"replica {index} stays, because no other replica serves training"
         self.condemn(index, f"was quarantined by the trainer: {reason}")
         return True, f"replica {index} is quarantined until the next publication has replaced it"
 
     def restarting(self, index: int) -> None:
-        """Record that another engine is started in the place of a replica."""
+        """Record that a replica's engine is being replaced."""
         self.lose(index, ReplicaFailed(index, f"replica {index} is being replaced"))
         self._replicas[index].state = State.RESTARTING
 
@@ -331,7 +330,7 @@ class ReplicaTable:
         self.on_change()
 
     def not_restarted(self, replica: Replica, reason: ReplicaFailed) -> None:
-        """Record that no engine came up in the place of a replica, which is the last one lost again."""
+        """Record that a replica's new engine did not come up; it becomes the last lost one."""
         replica.state, replica.failure = State.LOST, None
         self.lose(replica.index, reason)
         self.on_change()
@@ -343,7 +342,7 @@ class ReplicaTable:
             replica.state = State.JOINING
 
     def _withdraw(self, replica: Replica) -> None:
-        """Place nothing more on a replica, and count nothing more of what it works on."""
+        """Give a replica no more requests, and stop counting those it has."""
         replica.epoch = next(self._epochs)
         replica.load, replica.limit, replica.progress = 0, math.inf, Progress()
         self.on_change()
@@ -351,7 +350,7 @@ class ReplicaTable:
     # Publications.
 
     def begin_sync(self) -> None:
-        """Record that a publication begins, or begins again: new replicas join with it."""
+        """Record that a publication begins or restarts: new replicas join with it."""
         self.publishing = False
         members = self.members
         for each in self:
@@ -362,23 +361,23 @@ class ReplicaTable:
 
     @property
     def sync_replaces(self) -> bool:
-        """True if a publication is being made that replaces the replicas that refuse it."""
+        """True if the current publication replaces replicas that refuse it."""
         return self.publishing and self._replaces
 
     def excuse_leaving(self) -> None:
-        """Record that the publication that is being made goes on without the replicas that leave."""
+        """Record that the current publication continues without the leaving replicas."""
         for each in self:
             each.published &= not each.leaving
 
     def end_sync(self) -> None:
-        """Record that no publication is being made: it is complete, or the trainer that made it has gone."""
+        """Record that no publication runs: it is complete, or its trainer has gone."""
         self.publishing = False
         for each in self:
             each.published = False
         self.on_change()
 
     def admit(self) -> None:
-        """Record that a publication is complete: all that join serve, but those that have left or are drained."""
+        """Record that a publication is complete: joining replicas serve unless they are leaving or drained."""
         for each in self:
             if each.state is State.JOINING:
                 if each.lost:
@@ -387,6 +386,6 @@ class ReplicaTable:
         self.end_sync()
 
     def go_on_without(self, indices: Collection[int]) -> bool:
-        """Return whether a publication without these replicas brings its version to one that serves training."""
+        """Return whether a publication without these replicas still reaches one that serves training."""
         members = {each.index for each in self.members} - set(indices)
         return any(each.index in members for each in self.serving)

@@ -1,12 +1,12 @@
-"""Chooses the replica of the next requests; until one has room they wait, those of an evaluation behind training's.
+"""Chooses replicas for requests. Requests wait until one has room, those of an evaluation behind those of training.
 
-The replica with the fewest outstanding requests is chosen, with prefix affinity: requests of one group (one prompt) go
+It picks the replica with the fewest outstanding requests, with prefix affinity: requests of one group (one prompt) go
 to the replica of the group's first request, which has the prompt in its KV cache, unless that replica has more than
 `slack` outstanding requests above the least loaded one.
 
-An engine whose KV cache is full throws requests out of its batch and computes them again later. Requests that wait
-outside can go to another engine instead. So each engine has a limit that follows the classic rule of congestion
-control: additive increase, multiplicative decrease. There is no limit before the first sign of pressure.
+An engine with a full KV cache preempts requests and recomputes them later, while requests that wait outside can go to
+another engine. So each engine has a limit that follows the classic rule of congestion control: additive increase,
+multiplicative decrease. There is no limit before the first sign of pressure.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from megarl.rollout.fleet.replica_table import Lease, Replica, ReplicaTable
 logger = logging.getLogger(__name__)
 
 SLACK = 64
-FULL = 0.95  # share of the KV cache; a request that waits for another reason sees less
+FULL = 0.95  # share of the KV cache; below it, requests wait for other reasons
 DECREASE = 0.75
 ENDED_PER_INCREASE = 8
 
 
 def has_room(replica: Replica, more: int) -> bool:
-    """Return whether a replica has room for `more` requests. One that is idle has room for any number."""
+    """Return whether a replica has room for `more` requests. An idle one has room for any number."""
     return not replica.load or replica.load + more <= replica.limit
 
 
 def adapt_limit(replica: Replica, load: EngineLoad, ended: int) -> None:
-    """Adapt a replica's limit to its report, made with `replica.load` requests in flight, of which `ended` ended.
+    """Adapt a replica's limit to its report, in which `ended` of `replica.load` requests ended.
 
-    Under pressure the limit falls once, and not again before the requests above it have ended.
+    Under pressure the limit falls once, and again only after the requests above it have ended.
     """
     if load.waiting and load.kv_usage >= FULL:
         if replica.load <= replica.limit:
@@ -50,10 +50,10 @@ def adapt_limit(replica: Replica, load: EngineLoad, ended: int) -> None:
 
 
 class PublicationHold:
-    """Tells whether what has not begun is held back, and since when; `end` lets it go."""
+    """Holds back requests and groups that have not begun, during a publication."""
 
     def __init__(self, limit_s: float) -> None:
-        """`limit_s`: its longest duration; a longer wait fails."""
+        """`limit_s`: the longest duration; a longer wait fails."""
         self.limit_s = limit_s
         self.ended_at = -math.inf
         self._began_at: float | None = None
@@ -71,13 +71,13 @@ class PublicationHold:
         return math.inf if self._began_at is None else self._began_at + self.limit_s
 
     def begin(self) -> None:
-        """Hold back what has not begun. A hold that is active goes on."""
+        """Start to hold back. An active hold continues."""
         if self._began_at is None:
             self._began_at = time.monotonic()
             self._open.clear()
 
     def end(self) -> None:
-        """Let go what was held back; nothing happens if no hold is active."""
+        """Release what is held back, if anything."""
         if self._began_at is not None:
             self._began_at, self.ended_at = None, time.monotonic()
             self._open.set()
@@ -92,7 +92,7 @@ class PublicationHold:
             raise self.too_long(what)
 
     def too_long(self, what: str) -> RolloutError:
-        """Return the error of `what` that was held back too long."""
+        """Return the error of `what`, which was held back too long."""
         return RolloutError(
             f"{what} waited {self.limit_s:.0f} s for a publication to end that lets running responses end first "
             "(rollout.partial_rollout: false)"
@@ -101,9 +101,9 @@ class PublicationHold:
 
 @dataclass(eq=False)
 class _Place:
-    """One that waits. `look`: set when a replica may have got room for it; only its owner clears it.
+    """A waiting call. `look`: set when a replica may have room for it; only its owner clears it.
 
-    `since`: from when on its wait for room counts; `alone_since`: since when no replica serves.
+    `since`: when its wait for room began; `alone_since`: since when no replica serves.
     """
 
     background: bool
@@ -113,33 +113,30 @@ class _Place:
 
 
 class Router:
-    """Places requests on the replicas that serve, and keeps the queue of those that wait."""
+    """Places requests on serving replicas, and keeps the queue of waiting ones."""
 
     def __init__(
         self, table: ReplicaTable, hold: PublicationHold, replacement_s: float = math.inf, slack: int = SLACK
     ) -> None:
-        """`hold`: whether all requests are held back that have not begun. `replacement_s`: how long a replica may take
-        to come while none serves.
-        """
+        """`hold`: holds back new requests. `replacement_s`: how long requests wait while no replica serves."""
         self._table, self._hold, self._replacement_s, self._slack = table, hold, replacement_s, slack
         self._home: dict[Hashable, int] = {}
         self._open: dict[Hashable, int] = {}
-        self._queue: list[_Place] = []  # of those that wait for it, in the order in which they came
+        self._queue: list[_Place] = []  # in order of arrival
         self._peak = EngineLoad()
         table.on_change = self.look_again
 
     async def place(
         self, context: RequestContext, samples: int, tokens: int, *, background: bool, timeout_s: float
     ) -> Lease | None:
-        """Wait for a replica with room for `samples` requests and assign them; None if their deadline has come.
+        """Wait for a replica with room for `samples` requests and assign them; None if their deadline has passed.
 
-        Training comes before requests in the `background`; each is served in order of arrival. Requests that have
-        begun, with `tokens` (> 0), do not wait for room, nor for the end of a hold. While no replica serves, they wait
-        for one that is coming.
+        Training comes before requests in the `background`, each in order of arrival. Requests that have begun
+        (`tokens` > 0) wait neither for room nor for the end of a hold. While no replica serves, all wait for one that
+        is coming.
 
-        Raises NoReplicaLeft, with the reason of the last loss, as soon as no replica is coming, or if none has come in
-        time; RolloutError after `timeout_s`, which does not count while they are held back, or if the hold lasts too
-        long.
+        Raises NoReplicaLeft with the reason of the last loss if no replica is coming, or none came in time;
+        RolloutError after `timeout_s`, not counting a hold, or if the hold lasts too long.
         """
         place = _Place(background, time.monotonic())
         self._queue.append(place)
@@ -163,15 +160,15 @@ class Router:
             self._wake_next()
 
     def _assign_next(self, place: _Place, context: RequestContext, samples: int, tokens: int) -> Lease | None:
-        """Assign requests that have begun, and others if nothing holds them back and no other comes first."""
+        """Assign requests that have begun; assign others if they are not held back and are first in the queue."""
         if not tokens and (self._hold.active or not self._is_next(place)):
             return None
         return self.assign(context.prefix, samples, context.home, context.near, any_room=tokens > 0)
 
     def _limit(self, place: _Place, samples: int, tokens: int, timeout_s: float) -> tuple[float, RolloutError]:
-        """Return the time (`time.monotonic`) at which requests have waited too long, and the error for that.
+        """Return until when (`time.monotonic`) requests may wait, and the error after that.
 
-        Raises NoReplicaLeft if no replica serves them, and none is coming.
+        Raises NoReplicaLeft if no replica serves and none is coming.
         """
         now = time.monotonic()
         if serving := self._table.serving:
@@ -199,10 +196,9 @@ class Router:
     ) -> Lease | None:  # fmt: skip
         """Choose a replica for `samples` requests that share `prefix`, and count them as outstanding.
 
-        `near`: a replica that has the prefix in its cache although no request is outstanding there, as between two
-        turns of a dialogue. With `number` the choice depends on nothing but that number modulo the number of serving
-        replicas. None if the chosen replica, or without `number` every replica, has no room, and if none serves; with
-        `any_room` all have.
+        `near`: a replica that has the prefix in its cache without outstanding requests, as between two turns of a
+        dialogue. With `number`, the choice depends only on that number modulo the number of serving replicas. Returns
+        None if none serves or has room, or if the replica of `number` has none; with `any_room` every replica has room.
         """
         serving = self._table.serving
         if number is not None and serving:
@@ -224,14 +220,14 @@ class Router:
         return next((each for each in self._queue if not each.background), self._queue[0]) is place
 
     def _wake_next(self) -> None:
-        """Let the first of either kind look again, because a replica may have got room; no other could be placed."""
+        """Wake the first place of either kind, because a replica may have room; no other could be assigned."""
         for background in (False, True):
             first = next((place for place in self._queue if place.background == background), None)
             if first is not None:
                 first.look.set()
 
     def look_again(self) -> None:
-        """Let all that wait look again: replicas came or went, or a hold has begun or ended."""
+        """Wake all places: replicas came or went, or a hold began or ended."""
         for place in self._queue:
             place.look.set()
 
@@ -243,9 +239,9 @@ class Router:
         self.release(prefix, lease, ended)
 
     def release(self, prefix: Hashable, lease: Lease, samples: int) -> None:
-        """Record that a replica does not work on these requests (>= 0) any more.
+        """Record that a replica has stopped working on `samples` (>= 0) requests.
 
-        Raises ValueError if it has fewer outstanding requests; one that has given them up has none of them.
+        Raises ValueError if it has fewer outstanding ones; a replica that gave them up counts none.
         """
         if samples:
             if lease.valid:
@@ -260,6 +256,6 @@ class Router:
         self._wake_next()
 
     def take_load(self) -> EngineLoad:
-        """Return the peaks of all replicas since the last call, as far as they have reported."""
+        """Return the reported peaks of all replicas since the last call."""
         peak, self._peak = self._peak, EngineLoad()
         return peak

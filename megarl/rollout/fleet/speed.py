@@ -1,4 +1,4 @@
-"""How fast one engine works, from the tokens that it reports. Pure: the caller has the clock, in seconds."""
+"""How fast an engine works, from the tokens it reports. Pure: the caller passes times in seconds."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass
 class Work:
-    """The tokens of an engine since the last batch, and its time with work. The mean over all would hide a slow one.
+    """An engine's tokens since the last batch, and its busy time. A mean over all engines would hide a slow one.
 
-    Tokens come some seconds after they were made, so the time is counted up to the last report. The time of an engine
-    that reports no token stays, and is counted together with its next tokens.
+    Reports are seconds late, so time counts up to the last report. The time of an engine without new tokens is kept,
+    and counts with its next tokens.
     """
 
-    calls: int = 0  # that it works on
-    since: float = 0.0  # up to when its time is counted
+    calls: int = 0  # in progress
+    since: float = 0.0  # its time is counted up to here
     busy_s: float = 0.0
     tokens: int = 0
 
@@ -33,7 +33,7 @@ class Work:
         self.tokens += tokens
 
     def end(self, now: float) -> None:
-        """Record that the engine has no more to do for a call."""
+        """Record that the engine has finished a call."""
         self.note(0, now)
         self.calls -= 1
 
@@ -47,7 +47,7 @@ class Work:
 
 
 def rate_metrics(works: Mapping[int, Work]) -> dict[str, float]:
-    """Return the declared metrics of what the replicas have worked since the last call, by index."""
+    """Return the metrics of the replicas' speed since the last call; `works`: by index."""
     rates = {index: rate for index, work in works.items() if (rate := work.take()) is not None}
     if not rates:
         return {}
@@ -59,17 +59,17 @@ def rate_metrics(works: Mapping[int, Work]) -> dict[str, float]:
     }
 
 
-# How many times slower than the median of the others an engine must be. Load and prompts explain much less: the
+# An engine is too slow if the others' median is this many times faster. Load and prompts explain much less, because
 # requests in flight are spread evenly.
 SLOW = 8.0
-WINDOW_S = 600.0  # response-seconds after which older ones count half
+WINDOW_S = 600.0  # after this many response-seconds, older ones count half
 
 
 @dataclass
 class Progress:
-    """Tokens of an engine and the seconds that responses took for them.
+    """An engine's tokens and the seconds that responses took for them.
 
-    A slow engine answers every call, so nothing else counts it as lost; but each step waits for its responses.
+    A slow engine answers every call, so nothing else makes it lost, but each step waits for its responses.
     """
 
     tokens: float = 0.0
@@ -82,10 +82,10 @@ class Progress:
         return self.tokens / self.seconds
 
     def note(self, tokens: int, seconds: float, others: Iterable[Progress], now: float, patience_s: float) -> str:
-        """Record a report; return why the engine is too slow to be used, empty if it is not.
+        """Record a report; return why the engine is too slow to use, or empty.
 
-        `seconds`: the sum over the responses, since the report before. `patience_s`: for how long it must be slow
-        without a break; its first calls may take long.
+        `seconds`: the sum over the responses since the last report. `patience_s`: how long it must be slow without a
+        break, because first calls may take long.
         """
         if seconds <= 0:
             return ""

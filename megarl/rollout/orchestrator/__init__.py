@@ -1,1 +1,1 @@
-"""The actor of a run: it starts groups, settles each once, and hands out batches."""
+"""The run's controller actor: it starts groups, settles each once, and hands out batches."""

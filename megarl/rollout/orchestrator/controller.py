@@ -1,11 +1,10 @@
 """RolloutController: decides what is generated and writes finished groups to the queue. One async actor per run.
 
-It joins its parts: the prompt groups (which may start, and how each ends), the fleet (which replicas serve), the loop
-host (how a group becomes trajectories), the batches of steps, the queue, and evaluation. A trainer that starts or
-restarts calls `begin` with the history that it resumes and `set_version` with the version that the engines serve; then,
-for each step, `wait_batch` and `commit`. After a failure that ends the run, every waiting and every later call raises
-it. A controller that the supervisor starts in place of one that has died learns by `take_over` how far the trainer has
-come.
+It connects the prompt groups (which may start, and how each ends), the fleet (which replicas serve), the loop host (how
+a group becomes trajectories), the batches of steps, the queue, and evaluation. A trainer that starts or restarts calls
+`begin` with the history it resumes and `set_version` with the version that the engines serve; then, for each step,
+`wait_batch` and `commit`. After a failure that ends the run, every waiting and later call raises it. A controller that
+replaces a dead one gets the trainer's state by `take_over`.
 """
 
 from __future__ import annotations
@@ -49,11 +48,9 @@ from megarl.rollout.workers.agent_worker import AgentWorker
 from megarl.rollout.workers.worker_pool import WorkerPool, make_worker_pool
 from megarl.telemetry.trace import events
 
-# The queue of a run, whose actors belong to the rollout controller: how many there are, and on which nodes.
-
 
 def start_run_queue(spec: ReplicaSpec, units: int, timeout_s: float, partition: str) -> QueueServer:
-    """Start the queue's actors, which this process owns; `units`: of storage. Raises as `start_queue` does."""
+    """Start the queue's actors, which this process owns; `units`: storage actors. Raises as `start_queue` does."""
     own_head = spec.supervisor is not None
     return start_queue(
         partition,
@@ -77,27 +74,25 @@ class RolloutController(PoolController):
     worker_kind: type[AgentWorker] = AgentWorker
 
     def __init__(self, spec: ReplicaSpec, partition: str, *, cwd: str = "", replaces: bool = False) -> None:
-        """`cwd`: the launcher's working directory, to which the config's paths and the user's modules are relative.
+        """`cwd`: the launcher's working directory; the config's paths and the user's modules are relative to it.
 
-        `replaces`: it is started in place of another one, for engines that live.
+        `replaces`: it takes the place of a dead controller, with living engines.
         """
         super().__init__(spec, replaces=replaces)
         self.partition = partition
         if replaces:
-            events.fault(
-                "controller", "the rollout controller, or the queue, had died; this one is started in its place"
-            )
+            events.fault("controller", "the rollout controller, or the queue, died; this controller takes its place")
         if cwd:
             os.chdir(cwd)
             sys.path.insert(0, cwd)
-        # Decoding with them costs more than it brings, and a process that has used them warns when it starts another.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads of the tokenizers library
+        # Threads of the tokenizers library cost more than they save in decoding, and cause warnings in a later fork.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         spec.watch_supervisor()
         self._engine_time = BusyClock()
         self._tasks = BackgroundTasks()
         self._journal = RolloutJournal(self.config, self.run_dir)
         self._workers: WorkerPool | None = None
-        self._publishes = False  # whether a trainer is there that brings replicas by a publication when none is left
+        self._publishes = False  # a trainer would publish to bring back replicas when none is left
         self._cwd = cwd
 
     async def start(self) -> dict[str, float]:
@@ -114,7 +109,7 @@ class RolloutController(PoolController):
         )  # fmt: skip
         # Slow calls run in threads, outside the event loop.
         self._queue, self._source, self._loop, *_ = await asyncio.gather(
-            # This actor owns them because its process imports the queue's library in any case.
+            # This actor owns the queue because its process imports the queue's library anyway.
             asyncio.to_thread(
                 start_run_queue, self.spec, config.queue.storage_units, timeouts.engine_start_s, self.partition
             ),
@@ -141,7 +136,7 @@ class RolloutController(PoolController):
                 config.rollout.agent_workers, timeouts, self.spec, self._cwd, self.worker_kind
             )
             await self._workers.start()
-        # With workers it has no loops but single turns of evaluations.
+        # With workers, it only runs single turns of evaluations.
         self._host = LoopHost(
             self._loop, self._rewards, self._source.decode_all, timeout_s=timeouts.rpc_s,
             toolboxes=self._source.toolboxes, eval_toolboxes=self._source.eval_toolboxes,
@@ -156,9 +151,8 @@ class RolloutController(PoolController):
         return {"start_s": time.monotonic() - started}
 
     def _join(self) -> None:
-        """Join what was started: prompt groups, the batches of steps, and evaluations."""
-        # Single turns of evaluations stay here: their order, and so their replica in a deterministic run, depends on
-        # nothing else.
+        """Connect the parts that have started: prompt groups, the batches of steps, and evaluations."""
+        # Single turns of evaluations stay here, which fixes their order and, in a deterministic run, their replica.
         here = self._workers is None or isinstance(self._loop, SingleTurn)
         self._evaluations = Evaluator(
             self.run_dir, self._source, self._fleet, self._tasks, self._host, None if here else self._workers,
@@ -181,15 +175,14 @@ class RolloutController(PoolController):
 
     @property
     def _admission(self) -> Admission:
-        """The admission of the present history."""
+        """The admission of the current history."""
         return self._groups.admission
 
     async def drain(self) -> None:
-        """Let all running responses end before a publication; what has not begun is held back.
+        """Let running responses end before a publication; hold back new ones until `set_version` or `begin`.
 
-        Until `set_version` or `begin`. Responses that wait for this publication, because all replicas are lost, are not
-        waited for; nothing needs to be held back then, because no replica could begin it. Raises RolloutError naming
-        the replicas if the end takes longer than `timeouts.generate_s`; nothing is held back then.
+        If all replicas are lost, return at once without a hold: the responses wait for this publication. Raises
+        RolloutError naming the replicas after `timeouts.generate_s`; nothing is held back then.
         """
         self._tasks.check()
         ending = asyncio.ensure_future(self._fleet.drain(self.config.timeouts.generate_s))
@@ -204,7 +197,7 @@ class RolloutController(PoolController):
         ending.result()
 
     async def announce(self, version: int) -> None:
-        """Record that engines are about to be given `version`: tokens of versions never announced end the run.
+        """Record that engines are about to get `version`; a token of an unannounced version ends the run.
 
         Until `set_version` or `begin`, requests that no replica can take wait for those that the sync restarts, if it
         may be repeated (`weight_sync.restarts`).
@@ -214,10 +207,7 @@ class RolloutController(PoolController):
         await self._fleet.begin_sync()
 
     async def set_version(self, version: int, admit: bool = True) -> Counters:
-        """Record that all engines, restarted ones included, serve `version`; with `admit`, start what it allows.
-
-        Idempotent.
-        """
+        """Record that all engines, also restarted ones, serve `version`; with `admit`, start groups. Idempotent."""
         self._tasks.check()
         self._fleet.admit_joining()
         self._admission.set_version(version)
@@ -227,9 +217,9 @@ class RolloutController(PoolController):
         return await self.admit() if admit else self._admission.counters
 
     async def admit(self, needed: int | None = None) -> Counters:
-        """Start every group that the version allows. `needed`: the step for whose batch the trainer waits from now on.
+        """Start every group that the version allows.
 
-        From then on its batch may be filled up with groups that are used again.
+        `needed`: the trainer waits for the batch of this step, which may be filled up with reused groups.
         """
         self._tasks.check()
         if needed is not None:
@@ -241,32 +231,32 @@ class RolloutController(PoolController):
     async def wait_batch(self, step: int, timeout_s: float, asleep: bool = False) -> BatchReady | PublicationNeeded:
         """Wait until the groups of `step` are in the queue and return its batch; the same one until `commit`.
 
-        If all replicas are lost and the trainer can bring others by a publication of its weights, return that instead;
-        responses in flight wait for it. The same at once if engines are `asleep`, and would have to generate. Raises
-        RolloutError naming the cause if rollout failed, and BatchNotReady if `timeout_s` has passed.
+        Returns PublicationNeeded if all replicas are lost and a publication of the trainer can bring others; responses
+        in flight wait for it. Also, at once, if engines are `asleep` and would have to generate. Raises RolloutError
+        naming the cause if rollout failed, and BatchNotReady after `timeout_s`.
         """
         needs = (lambda: _ASLEEP) if asleep else self._needs_publication
         return await self._steps.wait(step, timeout_s, self._tasks, needs, self._working)
 
     def _working(self) -> str:
-        """Describe what rewards and agent workers work on, as the end of a sentence."""
+        """Return what rewards and agent workers work on, as the end of a sentence."""
         return self._rewards.waiting() + (self._workers.waiting() if self._workers is not None else "")
 
     async def commit(self, step: int, **ends: Unpack[StepEnds]) -> Counters:
-        """Settle the groups of `step` and start the groups that then fit. Raises as `StepBatches.commit` does."""
+        """Settle the groups of `step` and start the groups that fit then. Raises as `StepBatches.commit` does."""
         self._tasks.check()
         await self._steps.commit(step, **ends)
         return self._admission.counters
 
     async def commit_and_tell(self, step: int, **ends: Unpack[StepEnds]) -> Committed:
-        """Commit as `commit` does, and return also the history of which that is the end."""
+        """Commit as `commit` does, and also return the history that ends with it."""
         counters = await self.commit(step, **ends)
         return Committed(counters, self._committed_history())
 
     async def heartbeat(self) -> None:
         """Raise RolloutError if a process of the queue has died or hangs. The supervisor calls it at intervals.
 
-        Replicas that were lost with their node are started again if there is room for them.
+        Also starts replicas again that were lost with their node, if there is room.
         """
         await self.elastic.tend()
         await self._queue.check(self.config.timeouts.rpc_s / 2)  # its error comes before the supervisor's
@@ -278,23 +268,23 @@ class RolloutController(PoolController):
     async def evaluate(self, version: int, label: str = "") -> list[SetReport] | PublicationNeeded:
         """Evaluate every configured set, greedy and sampled; with `label`, write RUN_DIR/eval_{label}.jsonl.
 
-        If all replicas are lost and the trainer, which waits for this, can bring others, give up and say so. Raises
-        RolloutError if it takes longer than `timeouts.generate_s`.
+        Returns PublicationNeeded, and gives up, if all replicas are lost and the waiting trainer can bring others.
+        Raises RolloutError after `timeouts.generate_s`.
         """
         self._tasks.check()
         limit_s = self.config.timeouts.generate_s
         return await self._evaluations.run_within(limit_s, version, label, self._needs_publication, self._working)
 
     async def start_evaluation(self, version: int, label: str) -> None:
-        """Begin to evaluate during training; `take_evaluations` gives the reports. All replicas serve `version` now."""
+        """Start an evaluation alongside training; `take_evaluations` returns it. All replicas must serve `version`."""
         self._tasks.check()
         self._evaluations.start(version, label)
 
     async def take_evaluations(self, wait_s: float = 0.0) -> list[FinishedEvaluation] | PublicationNeeded:
-        """Return the evaluations during training that have finished; with `wait_s`, wait for the one that is running.
+        """Return the finished evaluations alongside training; with `wait_s`, wait for the running one.
 
-        If all replicas are lost while it is waited for, and the trainer can bring others, return that instead: the
-        evaluation goes on after the publication. Raises RolloutError if it does not finish in that time.
+        Returns PublicationNeeded if all replicas are lost during the wait and the trainer can bring others; the
+        evaluation continues after the publication. Raises RolloutError after `wait_s`.
         """
         return await self._evaluations.take(wait_s, self._needs_publication)
 
@@ -303,7 +293,7 @@ class RolloutController(PoolController):
         return {group: self._source.reference(group) for group in group_ids}
 
     async def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the committed history and what the order of the prompts depends on."""
+        """Return what a checkpoint keeps: the committed history and the state of the prompt order."""
         state = self._committed_history()
         self._journal.saving(state["admission"]["steps"], History.of(state["admission"]))
         return state
@@ -313,19 +303,19 @@ class RolloutController(PoolController):
         return {"admission": admission, "source": self._source.state_dict(), **self._journal.state_dict()}
 
     async def saved(self, step: int) -> None:
-        """Note that the checkpoint of the first `step` steps is complete: the journal need not keep what it settles."""
+        """Record that the checkpoint of the first `step` steps is complete; the journal drops what it settles."""
         self._journal.saved(step)
 
     async def begin(self, state: dict[str, Any] | None) -> Counters:
-        """Go back to a committed history (None: to its beginning), because the trainer has started or restarted.
+        """Go back to a committed history (None: an empty one), because the trainer has started or restarted.
 
-        Groups in flight, in the queue or taken by the previous trainer are dropped. Those that had tokens are used
-        again from the first `set_version` on, as far as the bound on staleness allows; the others count as rolled
-        back. An engine that the previous trainer left in the middle of a weight sync is replaced. Raises ValueError if
-        the prompts are not the saved ones.
+        Groups in flight, in the queue or taken by the previous trainer are dropped. Those with tokens continue at the
+        first `set_version`, as far as the bound on staleness allows; the others count as rolled back. An engine that
+        the previous trainer left in the middle of a weight sync is replaced. Raises ValueError if the prompts are not
+        the saved ones.
         """
         self._journal.note_unfinished(self._running.progress)
-        await self._external.hold()  # to the first `set_version`
+        await self._external.hold()  # until the first `set_version`
         await self._drop_everything()
         await self._go_back(state)
         await self._fleet.reset()
@@ -334,11 +324,11 @@ class RolloutController(PoolController):
         return self._admission.counters
 
     async def take_over(self, handover: Failover) -> Counters:
-        """Go on in place of a controller that has died, with the trainer and the engines that it had.
+        """Continue in place of a dead controller, with its trainer and engines.
 
-        The batches that the trainer trains are those of `handover`. All other groups are open: those that the journal
-        has are used again, as after a restart of the trainer, and the others are drawn again. Engines drop the requests
-        of the controller before; one that cannot is lost until the next publication.
+        The trainer keeps the batches of `handover`. All other groups are open: as after a restart of the trainer, those
+        in the journal continue, and the others are drawn again. Engines drop the requests of the dead controller; one
+        that cannot is lost until the next publication.
         """
         await self._go_back(handover.history)
         for batch in handover.held:
@@ -369,7 +359,7 @@ class RolloutController(PoolController):
         return self._admission.counters
 
     async def _go_back(self, state: dict[str, Any] | None) -> None:
-        """Begin with a committed history, and with what the journal adds to it."""
+        """Load a committed history, and what the journal adds to it."""
         self._source.reset()
         if state is not None:
             known = state["admission"]
@@ -382,14 +372,15 @@ class RolloutController(PoolController):
         await self._journal.begin(state, self._groups.history())
 
     def _expect_publications(self) -> None:
-        """Let responses wait for engines that the trainer brings by a publication, if it may make one at any time."""
+        """Let responses wait for engines that a publication brings, if the trainer may publish at any time."""
         at_once = self.config.rollout.partial_rollout or not pace_of(self.config).overlaps
         self._publishes = at_once and self.config.weight_sync.restarts > 0
         self._fleet.expect_publication(self._publishes)
 
     def _needs_publication(self) -> str:
-        """Return why the trainer must publish its weights now; empty if it need not, or would not. If all replicas are
-        lost, only a publication brings others: a wait of the trainer ends with this reason.
+        """Return why the trainer must stop waiting and publish its weights; empty if it need not or would not.
+
+        If all replicas are lost, only a publication brings others.
         """
         return self._fleet.needs_publication if self._publishes else ""
 
@@ -403,11 +394,11 @@ class RolloutController(PoolController):
         self._steps.drop()
 
     async def members(self) -> list[int]:
-        """Return the indices of the replicas that take part in the publication that is being made, or in the next."""
+        """Return the indices of the replicas that take part in the current publication, or else in the next one."""
         return self._fleet.members
 
     async def quarantine(self, index: int, reason: str) -> tuple[bool, str]:
-        """Take a replica out until the next publication has replaced it; return whether that was done, and in words."""
+        """Take a replica out until the next publication replaces it; return whether it was taken out, and a message."""
         return self._fleet.table.quarantine(index, reason)
 
     async def devices(self) -> list[HeldDevices]:

@@ -1,7 +1,7 @@
-"""The evaluations of a run: one that the trainer waits for, or one that goes on while it trains.
+"""The evaluations of a run: the trainer waits for one, or it runs alongside training.
 
-The latter gives way to training: its requests have a lower priority in the engines and wait behind those of training,
-and it has only a share of each engine at once. Its report says of which versions the tokens were.
+The latter gives way to training: its requests have a lower priority in the engines, wait behind those of training, and
+use only a share of each engine. Its report has the versions of the tokens.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from megarl.rollout.transport import background
 from megarl.rollout.transport.background import BackgroundTasks, cancel_all
 from megarl.rollout.workers.worker_pool import WorkerPool
 
-# The part of an engine's places (`rollout.max_num_seqs`) that an evaluation alongside training has at once. An engine
-# takes no place away from a running request, so without a limit training would wait for the end of long responses.
+# An evaluation alongside training uses at most 1/SHARE of an engine's places (`rollout.max_num_seqs`). An engine takes
+# no place away from a running request, so without a limit training would wait for long responses.
 SHARE = 4
-PRIORITY = 1  # of its requests; those of training have 0, which comes first
+PRIORITY = 1  # of its requests; training has 0, which comes first
 CHUNK = 32  # requests in one call of the fleet
 
 
@@ -49,17 +49,16 @@ async def evaluate_on_fleet(
 ) -> SetReport:
     """Sample greedy and sampled responses to every problem, score them, and fill `eval_set.records`.
 
-    `workers`: those that run the loops; None: `host` does. `tag` makes the request ids unique. `in_turn`: requests go
-    to the replicas in turn instead of by load. `share`: how many requests of an evaluation alongside training are in
-    the engines at once; they have a lower priority. Seeds depend on (seed, problem, sample) only, so the same problems
-    are sampled with the same seeds before and after training.
+    `workers` run the loops; without them `host` does. `tag` makes the request ids unique. `in_turn`: requests go to the
+    replicas in turn, not by load. `share`: bounds the concurrent requests of an evaluation alongside training, which
+    have a lower priority. Seeds depend only on (seed, problem, sample), so they are the same before and after training.
     """
     coalescer = RequestCoalescer(pool, chunk=CHUNK, in_turn=in_turn, background=share is not None)
     eval_set.records.clear()
     seen: set[int] = set()
 
     async def generate(request: GenerateRequest, context: RequestContext) -> GenerateResult:
-        """The controller admits the requests, wherever the loops are."""
+        """Bound the requests here, wherever the loops run."""
         if share is None:
             return await coalescer.generate(request, context)
         async with share:
@@ -83,15 +82,15 @@ async def evaluate_on_fleet(
     finally:
         await coalescer.cancel()
     eval_set.records.sort(key=lambda record: (record["index"], record["mode"], record["sample"]))
-    # Engines that have read the weights from files do not know a version.
+    # Engines that read the weights from files do not know a version.
     return replace(report, oldest=min(seen, default=version), newest=max(seen, default=version))
 
 
 @dataclass(frozen=True)
 class FinishedEvaluation:
-    """An evaluation that went on alongside training: one report per set, in the order of the config.
+    """An evaluation that ran alongside training: one report per set, in the order of the config.
 
-    `version`: that of the weights with which it began. None: as the trainer knows it.
+    `version`: of the weights at its start; None: as the trainer knows it.
     """
 
     label: str
@@ -102,7 +101,7 @@ class FinishedEvaluation:
 class Evaluator:
     """Evaluates every configured set, greedy and sampled; writes the responses to RUN_DIR/eval_{label}.jsonl.
 
-    A disk that does not take these ends nothing: the user is warned, and the reports stay.
+    If these cannot be written, the user is warned, and the reports are kept.
     """
 
     def __init__(
@@ -117,9 +116,9 @@ class Evaluator:
         max_num_seqs: int,
         deterministic: bool,
     ) -> None:
-        """`tasks`: those of the controller; the failure of an evaluation alongside training ends the run.
+        """`tasks`: the controller's; a failed evaluation alongside training ends the run.
 
-        `workers`: those that run the loops; None: `host` does. `max_num_seqs`: the places of an engine.
+        `workers` run the loops; without them `host` does. `max_num_seqs`: the places of an engine.
         """
         self._host, self._workers = host, workers
         self._max_num_seqs, self._deterministic = max_num_seqs, deterministic
@@ -132,9 +131,9 @@ class Evaluator:
         self, limit_s: float, version: int, label: str, needs_publication: Callable[[], str],
         working: Callable[[], str],
     ) -> list[SetReport] | PublicationNeeded:  # fmt: skip
-        """Do `run` for a trainer that waits for it; give up and say so if `needs_publication` gives a reason.
+        """Do `run` for a waiting trainer; give up with PublicationNeeded if `needs_publication` gives a reason.
 
-        Raises RolloutError after `limit_s`; `working()` says what rewards and agent workers work on.
+        Raises RolloutError after `limit_s`, with what rewards and agent workers work on (`working`).
         """
         evaluation = asyncio.ensure_future(self.run(version, label))
         try:
@@ -153,7 +152,7 @@ class Evaluator:
         return evaluation.result()
 
     def start(self, version: int, label: str) -> None:
-        """Begin to evaluate alongside training; `take` gives the reports. All replicas serve `version` now.
+        """Start an evaluation alongside training; `take` returns its reports. All replicas must serve `version`.
 
         Raises ValueError if another one is running.
         """
@@ -166,10 +165,10 @@ class Evaluator:
     async def take(
         self, wait_s: float, needs_publication: Callable[[], str] = lambda: ""
     ) -> list[FinishedEvaluation] | PublicationNeeded:
-        """Return what has finished since the last call; with `wait_s`, first wait for the one that is running.
+        """Return what has finished since the last call; with `wait_s`, first wait for the running one.
 
-        If `needs_publication` gives a reason meanwhile, return that instead; the evaluation goes on after the
-        publication. Raises RolloutError if it does not end within `wait_s`, or has failed.
+        Returns PublicationNeeded if `needs_publication` gives a reason during the wait; the evaluation continues after
+        the publication. Raises RolloutError if it does not end within `wait_s`, or has failed.
         """
         deadline = time.monotonic() + wait_s
         while True:
@@ -188,7 +187,7 @@ class Evaluator:
                 ) from None
 
     def drop(self) -> None:
-        """Forget everything, because all tasks were cancelled, some perhaps before they began."""
+        """Forget everything, after all tasks were cancelled, perhaps before they began."""
         self._running = None
         self._finished.clear()
 
@@ -214,10 +213,10 @@ class Evaluator:
         return reports
 
     def _write(self, path: Path, eval_sets: Sequence[EvalSet]) -> None:
-        """Write the file of the responses as a whole; warn the user if that fails."""
+        """Write the file of responses atomically; warn the user on failure."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with temporary.open("wb") as file:  # data may have what UTF-8 cannot represent
+            with temporary.open("wb") as file:  # data may contain what UTF-8 cannot represent
                 for each in eval_sets:
                     for record in each.records:
                         line = json.dumps({"set": each.name, **record}, ensure_ascii=False)

@@ -1,8 +1,8 @@
-"""The record from which a new rollout controller goes on when one has died under a living trainer. Pure.
+"""The record from which a new rollout controller continues when one dies under a living trainer. Pure.
 
-The trainer's client keeps it next to its calls (`TrainerRecord`): the history of the last commit, the batches that are
-being trained, and what the engines serve. Everything else is lost with the controller and the queue, and is taken from
-the journal or drawn again.
+The trainer's client keeps it with its calls (`TrainerRecord`): the history of the last commit, the batches in training,
+and the version that engines serve. Everything else is lost with the controller and the queue, and comes from the
+journal or is drawn again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.rollout.orchestrator.ready_batches import BatchReady
 
 @dataclass(frozen=True)
 class Committed:
-    """The answer to a commit: the numbers of groups, and the history, with which a new controller would begin."""
+    """The answer to a commit: the numbers of groups, and the history with which a new controller would begin."""
 
     counters: Counters
     history: dict[str, Any]
@@ -25,14 +25,13 @@ class Committed:
 
 @dataclass(frozen=True)
 class Failover:
-    """Holds what a new controller begins with.
+    """The state with which a new controller begins.
 
-    `history`: that of the last commit; None before the first one of a run that resumes nothing. `held`: the batches
-    that all ranks have read and the trainer has not committed, in the order of their steps. `version`: what the engines
-    serve, None if nothing was published yet; `base`: the first version that was published in this history, and the
-    steps that were done by then. `announced`: the version that they are being given; None if no weight sync is under
-    way. `admits`: whether groups may start. `needed`: the step for whose batch the trainer waits, or the last one.
-    `evaluation`: the label of the one alongside training.
+    `history`: of the last commit; None before the first one of a new run. `held`: the batches that all ranks have read
+    and the trainer has not committed, by step. `version`: what the engines serve; None before the first publication.
+    `base`: the first version published in this history, and the number of steps done by then. `announced`: the version
+    of the weight sync that runs, if any. `admits`: whether groups may start. `needed`: the step whose batch the trainer
+    waits for, or the last one. `evaluation`: the label of the one alongside training.
     """
 
     history: dict[str, Any] | None
@@ -47,10 +46,7 @@ class Failover:
 
 @dataclass
 class TrainerRecord:
-    """Keeps the handover up to date. Each method takes note of an answer of the controller that is there.
-
-    Before `begun` there is no trainer, and nothing is kept.
-    """
+    """Keeps the handover up to date: each method records an answer of the controller. Before `begun` it is empty."""
 
     now: Failover | None = None
     _taken: dict[int, BatchReady] = field(default_factory=dict)
@@ -60,7 +56,7 @@ class TrainerRecord:
         self.now, self._taken = Failover(history), {}
 
     def published(self, version: int, admits: bool) -> None:
-        """Note that a weight sync is complete."""
+        """Record that a weight sync is complete."""
         if self.now is None:
             return
         history = self.now.history
@@ -68,32 +64,32 @@ class TrainerRecord:
         self.note(version=version, base=base, announced=None, admits=admits)
 
     def taken(self, batch: BatchReady) -> None:
-        """Note a batch that was given to the trainer, but is not read yet."""
+        """Record a batch that the trainer was given and has not read yet."""
         self._taken[batch.step] = batch
 
     def keep(self, step: int) -> None:
-        """Note that all ranks have read the batch of a step: they need the queue for it no more."""
+        """Record that all ranks have read the batch of a step and no longer need the queue for it."""
         if self.now is None:
             return
         held = {batch.step: batch for batch in (*self.now.held, self._taken.pop(step))}
         self.note(held=tuple(held[each] for each in sorted(held)))
 
     def committed(self, step: int, history: dict[str, Any]) -> None:
-        """Note the history after the commit of a step."""
+        """Record the history after the commit of a step."""
         self._taken.pop(step, None)
         if self.now is not None:
             self.note(history=history, held=tuple(batch for batch in self.now.held if batch.step != step))
 
     def evaluated(self, labels: Sequence[str]) -> None:
-        """Note which evaluations have ended."""
+        """Record which evaluations have ended."""
         if self.now is not None and self.now.evaluation in labels:
             self.note(evaluation=None)
 
     def lost(self) -> None:
-        """Forget the batches that were not read: the new controller takes others."""
+        """Forget the unread batches: the new controller takes others."""
         self._taken.clear()
 
     def note(self, **changes: Any) -> None:  # noqa: ANN401  # fields of Failover, each of a type of its own
-        """Note what has changed; `announced`: a weight sync is about to begin."""
+        """Record changed fields of `Failover`; `announced`: a weight sync is about to begin."""
         if self.now is not None:
             self.now = replace(self.now, **changes)

@@ -1,6 +1,6 @@
-"""PoolController: what the controllers of a training run and of `megarl serve` have in common.
+"""PoolController: the base of the controllers of a training run and of `megarl serve`.
 
-Both have replicas, which may be listed and changed by hand while the pool works, and requests from the pool's gateway.
+Both have replicas, which the user may list and change while the pool runs, and requests from the pool's gateway.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PoolController:
     elastic: ElasticPool
 
     def __init__(self, spec: ReplicaSpec, *, replaces: bool) -> None:
-        """`replaces`: it is started in place of another one, for engines that live."""
+        """`replaces`: it takes the place of a dead controller, with living engines."""
         begin_start()
         self.spec, self._replaces = spec, replaces
         self.config = Config.model_validate_json(spec.config_json)
@@ -49,14 +49,14 @@ class PoolController:
         self._calls = AnsweredCalls()
 
     async def answer(self, key: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401
-        """Call a method once, however often a caller that had lost the connection sends the same `key`."""
+        """Call a method once, however often a caller resends the same `key` after a lost connection."""
         return await self._calls.answer(key, lambda: getattr(self, method)(*args, **kwargs))
 
     async def _attach_fleet(self) -> None:
-        """Wait for the replicas of the run's start; in place of another controller, one that does not exist has ended.
+        """Attach to the run's first replicas, whose actors the supervisor creates.
 
-        The supervisor creates their actors. The gateway's requests wait until the engines serve. Raises RolloutError
-        naming the first that does not exist within `timeouts.engine_start_s`.
+        When it replaces a controller, a missing actor counts as ended. The gateway's requests wait until the engines
+        serve. Raises RolloutError naming the first actor that does not exist within `timeouts.engine_start_s`.
         """
         import ray
 
@@ -89,13 +89,13 @@ class PoolController:
 
     @property
     def _external(self) -> ExternalRequests:
-        """The requests of the gateway, which may call before this actor has started. Raises RolloutError then."""
+        """The gateway's requests. Raises RolloutError before this actor has started."""
         if self._external_requests is None:
             raise RolloutError("the rollout controller is still starting")
         return self._external_requests
 
     async def give(self, number: int, messages: Sequence[ExternalRequest | ExternalDrop], link: str) -> None:
-        """Take requests of the gateway, see `LinkServer.give`. Admission neither counts them nor waits for them."""
+        """Take requests of the gateway, see `LinkServer.give`. Admission ignores them."""
         await self._external.link.give(number, messages, link)
 
     async def take(self, seen: int, wait_s: float, link: str) -> Parcel[ExternalNews]:
@@ -107,6 +107,6 @@ class PoolController:
         return await self.elastic.reports(), self._fleet.table.missing
 
     async def change_pool(self, action: Literal["drain", "undrain", "remove", "add"], number: int) -> str:
-        """Do a command of `megarl pool` by the method of `ElasticPool`. Raises RolloutError if that cannot be."""
+        """Do a command of `megarl pool`, by the method of `ElasticPool`. Raises RolloutError if it is impossible."""
         done: str = await getattr(self.elastic, action)(number)
         return done

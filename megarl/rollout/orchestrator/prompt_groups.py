@@ -1,7 +1,7 @@
 """The prompt groups of a run, from their start to the queue.
 
-A group that admission lets start is run, here or in a worker, and ends in one of three ways: its rows are put into the
-queue, usable or not; it has no signal and leaves its place to another group; or its failure ends the run.
+An admitted group runs, here or in a worker, and ends in one of three ways: its rows go into the queue, usable or not;
+it has no signal and gives its place to another group; or its failure ends the run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megarl.telemetry.trace import events
 
 
 def ok_rewards(rows: Sequence[Trajectory]) -> list[float]:
-    """Return the rewards of the samples of a group that can be used."""
+    """Return the rewards of a group's usable samples."""
     return [row.reward for row in first_parts(rows) if row.status == "ok"]
 
 
@@ -47,20 +47,18 @@ def is_demonstrated(rows: Sequence[Trajectory]) -> bool:
 
 
 def usable_samples(statuses: Iterable[str]) -> bool:
-    """Return whether a group can be trained on: at least two samples are ok, as an advantage compares samples."""
+    """Return whether a group can be trained on: an advantage compares samples, so two must be ok."""
     return sum(status == "ok" for status in statuses) >= 2
 
-
-# The rule that decides whether a failed prompt group ends the run or is counted. Pure.
 
 OnGroupFailure = Literal["count", "stop"]
 
 
 class FailurePolicy:
-    """Decides for each failed group; the controller reports every failure and every success to it.
+    """Decides whether a failed group ends the run or is counted. Report every failure and every success to it.
 
     A failure ends the run if the policy is `stop`, if no replica, agent worker or reward process is left, or if `limit`
-    groups in a row have failed, because then the cause is not in one group.
+    groups in a row have failed: then the cause is not in one group.
     """
 
     def __init__(self, on_group_failure: OnGroupFailure, limit: int) -> None:
@@ -87,14 +85,14 @@ class FailurePolicy:
 
 logger = logging.getLogger(__name__)
 
-DECODED_AT_ONCE = 4  # kept groups, whose trajectories may be large
+DECODED_AT_ONCE = 4  # kept groups; their trajectories may be large
 
 
 class PromptGroups:
-    """Starts the groups that admission allows and brings each to its end, in the background tasks of the controller.
+    """Starts the groups that admission allows and brings each to its end, in background tasks of the controller.
 
-    `admission` is that of the present history; `begin` replaces it. `queued`: the keys of the rows that
-    each group has in the queue, in the order of samples and parts.
+    `admission`: of the current history; `begin` replaces it. `queued`: the keys of each group's rows in the queue, by
+    sample and part.
     """
 
     def __init__(
@@ -110,9 +108,9 @@ class PromptGroups:
         journal: RolloutJournal,
         tasks: BackgroundTasks,
     ) -> None:
-        """`tasks`: a failure of a group that ends the run is a failure of its task.
+        """`tasks`: a group's task fails if the group's failure ends the run.
 
-        `run_loops`: runs the loops of a group, here or in a worker. `running`: the groups of which it does.
+        `run_loops`: runs the loops of a group, here or in a worker. `running`: the groups with running loops.
         """
         self._config = config
         self._source, self._fleet, self._run_loops, self._running = source, fleet, run_loops, running
@@ -121,13 +119,13 @@ class PromptGroups:
         self._shaping = shaping_of(config)
         self._failures = self._failure_policy()
         self._decoding = asyncio.Semaphore(DECODED_AT_ONCE)
-        self._putting = 0  # groups that are being written to the queue
+        self._putting = 0  # groups being written to the queue
         self.queued: dict[int, list[str]] = {}
-        self._files: dict[int, list[str]] = {}  # keys of the rows that hold files of images
+        self._files: dict[int, list[str]] = {}  # keys of the rows that hold image files
         self.admission = self._new_admission()
 
     def begin(self, state: dict[str, Any] | None) -> None:
-        """Go back to a committed history of admission (None: to its beginning), with no group in flight."""
+        """Go back to a committed history of admission (None: an empty one), with no group in flight."""
         attempts = max(self.admission.attempts, self._journal.started())
         self._schedule.close()  # a trainer that begins a new history has moved it aside
         self._failures, self.admission = self._failure_policy(), self._new_admission()
@@ -151,9 +149,9 @@ class PromptGroups:
         return FailurePolicy(self._config.rollout.on_group_failure, self._config.batch.groups)
 
     async def use_again(self, version: int) -> None:
-        """Start with the groups that had tokens before the resume and that the bound allows.
+        """Continue the groups that had tokens before the resume, as far as the bound allows.
 
-        Finished ones need no engine; the others go on from their tokens, as after the loss of an engine.
+        Finished ones need no engine; the others continue from their tokens, as after the loss of an engine.
         """
         admission = self.admission
         found = await self._journal.candidates(version, self._source)
@@ -171,22 +169,22 @@ class PromptGroups:
             self._tasks.start(self._journal.keep_up(self.history, self._running.progress))
 
     async def _settle_kept(self, kept: KeptGroup) -> None:
-        """Settle a finished group of before the resume. A few are decoded at a time: they may be large."""
+        """Settle a group that finished before the resume. Only a few are decoded at a time: they may be large."""
         async with self._decoding:
             rows = await asyncio.to_thread(kept.rows)
             await self._settle(kept.group, rows)
 
     def check_present(self, admission: Admission, what: str) -> None:
-        """Raise RolloutError if a trainer has begun since `admission` was the present one."""
+        """Raise RolloutError if another trainer has begun since `admission` was current."""
         if self.admission is not admission:
             raise RolloutError(f"{what} was given up: another trainer has begun meanwhile")
 
     def history(self) -> History:
-        """Return what is settled now."""
+        """Return the settled groups."""
         return History.of(self.admission.state_dict())
 
     def start(self) -> None:
-        """Start every group that admission allows now; groups that may be used again may have to leave the queue."""
+        """Start every group that admission allows; remove reusable groups from the queue that it no longer needs."""
         groups = self.admission.admit()
         if groups:
             self._journal.count(self.admission.attempts)
@@ -195,19 +193,19 @@ class PromptGroups:
         self.free_rows()
 
     def free_rows(self) -> None:
-        """Remove the rows that no step needs any more from the queue, in the background."""
-        # Groups of a batch that another controller has given to the trainer have none.
+        """Remove the rows that no step needs from the queue, in the background."""
+        # Groups of a batch from an earlier controller have no rows.
         released = self.admission.take_released()
         if keys := [key for group in released for of in (self.queued, self._files) for key in of.pop(group, [])]:
             self._tasks.start(self._writer.clear(keys))
 
     async def _run(self, group_id: int, begun: UnfinishedGroup | None = None) -> None:
-        """Run one prompt group to its end; `begun`: what it had in an attempt before, which is continued.
+        """Run one prompt group to its end; `begun`: the state of an earlier attempt, which it continues.
 
         Raises RolloutError if its failure ends the run.
         """
         try:
-            await self._fleet.may_begin()  # the group's deadline counts from then
+            await self._fleet.may_begin()  # the group's deadline counts from here
             rows = await self._running.run(group_id, begun, self._run_loops)
         except Exception as error:
             logger.warning("group %d failed", group_id, exc_info=error)
@@ -219,15 +217,15 @@ class PromptGroups:
             rows = failed_group(group_id, samples, dataset, reason)
         else:
             self._judge(group_id, rows)
-            if not is_demonstrated(rows):  # the data file has them, and no engine has worked for them
+            if not is_demonstrated(rows):  # the data file has those, and no engine has worked for them
                 self._journal.note(rows, self._source.draw(group_id))
         await self._settle(group_id, rows)
 
     def _judge(self, group_id: int, rows: Sequence[Trajectory]) -> None:
-        """Tell the failure policy how a group has ended; one whose samples cannot be used has failed too.
+        """Report a group's end to the failure policy; a group without usable samples has failed too.
 
-        Log-probs that are not finite are left to the trainer, which keeps the batch and bounds the number of such
-        steps. Raises RolloutError if a failure ends the run.
+        Non-finite log-probs are left to the trainer, which keeps the batch and bounds the number of such steps. Raises
+        RolloutError if a failure ends the run.
         """
         if usable_samples(row.status for row in first_parts(rows)):
             self._failures.succeeded()
@@ -245,14 +243,14 @@ class PromptGroups:
         """Queue a finished group, or replace it by another one if it has no signal."""
         files: dict[str, bytes] = {}
         try:
-            if any(row.images for row in rows):  # before the problem is forgotten
+            if any(row.images for row in rows):  # `finish` below forgets the problem
                 async with asyncio.timeout(self._config.timeouts.rpc_s):
                     files = await asyncio.to_thread(self._source.draw(group_id).files)
                 files |= {name: content for row in rows for name, content in row.files.items()}
         except (OSError, ValueError) as error:
-            logger.warning("group %d failed: an image cannot be read any more", group_id, exc_info=error)
+            logger.warning("group %d failed: an image can no longer be read", group_id, exc_info=error)
             samples, dataset = self._config.batch.samples_per_group, self._source.dataset(group_id)
-            rows = failed_group(group_id, samples, dataset, f"an image cannot be read any more: {error}")
+            rows = failed_group(group_id, samples, dataset, f"an image can no longer be read: {error}")
         self._source.finish(group_id, [] if is_demonstrated(rows) else ok_rewards(rows))
         versions = {span.counts_as for row in rows for span in row.versions}
         if self._replaces(group_id, rows, versions):
@@ -273,14 +271,14 @@ class PromptGroups:
             self._putting -= 1
 
     def _replaces(self, group_id: int, rows: Sequence[Trajectory], versions: Set[int]) -> bool:
-        """Give the place of a group to another one if nothing could be learnt from it; False if it must be queued."""
+        """Give the place of a group without signal to another one; return False if it must be queued."""
         if not self._config.admission.refill:
             return False
         tags = [row.tag for row in rows]
         limits = response_limits(self._config)
         shaping = replace(self._shaping, max_tokens=limits[tags[0].dataset]) if limits else self._shaping
         if any(tag.bad_logprobs for tag in tags) or not without_signal(tags, shaping):
-            return False  # the trainer has to see log-probs that are not finite
+            return False  # the trainer must see non-finite log-probs
         if not self.admission.replace(group_id, versions):
             return False
         self._running.stats.note_replaced(tags)

@@ -1,4 +1,4 @@
-"""Batches that the trainer may take: from finished groups to keys and metrics."""
+"""The batches that the trainer may take: from finished groups to keys and metrics."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megarl.rollout.admission.counters import Counters, Taken
 
 @dataclass(frozen=True)
 class BatchReady:
-    """A batch that the trainer may take: its new `groups`, and `keys` of all its rows, failed ones too, in order.
+    """A batch that the trainer may take: its new `groups`, and the `keys` of all its rows in order, also failed ones.
 
-    `timings`: declared `rollout/*` and `reward/errors` metrics of this batch. `replaced`: ids of the groups without
-    signal that were replaced before it, which the step counts as filtered. `reused`: ids of the batch's other groups,
-    which earlier steps have trained.
+    `timings`: the batch's `rollout/*` and `reward/errors` metrics. `replaced`: ids of the groups without signal that
+    were replaced before it; the step counts them as filtered. `reused`: ids of the batch's other groups, which earlier
+    steps have trained.
 
-    A new controller goes on with the batch from `taken`, what admission has recorded of it, and from `rewards`, the
-    mean reward of each group for the curriculum (empty without one). `rebuilds`: how often controller and queue had
-    been started again when it was taken; the trainer's client fills it in.
+    A new controller continues from `taken`, admission's record of the batch, and `rewards`, the mean reward of each
+    group for the curriculum (empty without one). `rebuilds`: how often controller and queue had restarted when it was
+    taken; the trainer's client sets it.
     """
 
     step: int
@@ -36,7 +36,7 @@ class BatchReady:
 
 @dataclass(frozen=True)
 class PublicationNeeded:
-    """The answer to a trainer that waits for rollout, if all replicas are lost and only a publication replaces them."""
+    """The answer to a trainer that waits while all replicas are lost and only a publication replaces them."""
 
     reason: str
 
@@ -47,8 +47,8 @@ def ready_batch(
 ) -> BatchReady:  # fmt: skip
     """Take the batch of a step, whose groups must be ready, from admission.
 
-    `queued`: the keys of the rows that each finished group has in the queue. `metrics`: what was measured of the batch.
-    `rewards`: returns those of groups, for the curriculum.
+    `queued`: the keys of each finished group's rows in the queue. `metrics`: of the batch. `rewards`: returns those of
+    groups, for the curriculum.
     """
     if admission.batch(step) is None:
         raise ValueError(f"the groups of step {step} are not ready")

@@ -1,7 +1,7 @@
-"""ServingController: the controller of a pool that only serves its gateway. There is no trainer, and no queue.
+"""ServingController: the controller of a pool that only serves its gateway, without trainer and queue.
 
-The engines have read the model's weights when they started. So a replica that was lost, or is added, can serve without
-a publication: the controller renews the pool by itself.
+The engines read the model's weights when they start. So a lost or added replica can serve without a publication, and
+the controller renews the pool by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megarl.telemetry.trace import events
 
 logger = logging.getLogger(__name__)
 
-VERSION = "0"  # of the weights that the engines have read
+VERSION = "0"  # of the weights that the engines read
 ENGINE_LOOK_S = 0.5
 RENEW_S = 10.0  # between two attempts to replace lost replicas
 
@@ -30,21 +30,21 @@ class ServingController(PoolController):
     """The actor that the supervisor creates in place of a RolloutController; see the module's docstring."""
 
     def __init__(self, spec: ReplicaSpec, partition: str, *, cwd: str = "", replaces: bool = False) -> None:
-        """`partition` and `cwd` are for a queue and prompts, which it has not. `replaces`: see RolloutController."""
+        """`partition` and `cwd` are unused: it has no queue and no prompts. `replaces`: see RolloutController."""
         super().__init__(spec, replaces=replaces)
         spec.watch_supervisor()
         self._renewal: asyncio.Task[None] | None = None
         self._renew_at = 0.0
 
     async def start(self) -> dict[str, float]:
-        """Attach to the replicas and wait until their engines are up. Returns the seconds that this took, as `start_s`.
+        """Attach to the replicas and wait until their engines are up. Returns the duration as `start_s`.
 
         Raises RolloutError naming a replica that does not come up.
         """
         started = time.monotonic()
         await self._attach_fleet()
         self._fleet.expect_publication(True)  # requests wait for a replica that is replaced
-        if self._replaces:  # the engines work for a controller that has died
+        if self._replaces:  # the engines still work for a dead controller
             await self._fleet.take_over(in_sync=False)
         exempt_present_objects()
         collect_rarely()
@@ -66,7 +66,7 @@ class ServingController(PoolController):
                 await asyncio.sleep(ENGINE_LOOK_S)
 
     async def heartbeat(self) -> None:
-        """Replace replicas that were lost, without waiting for that. The supervisor calls it at intervals."""
+        """Replace lost replicas in the background. The supervisor calls it at intervals."""
         await self.elastic.tend()
         idle = self._renewal is None or self._renewal.done()
         waits = any(each.lost or each.state is State.NEW for each in self._fleet.table)
@@ -74,7 +74,7 @@ class ServingController(PoolController):
             self._renewal = asyncio.get_running_loop().create_task(self._renew())
 
     async def _renew(self) -> None:
-        """Let replicas serve that were lost or added, as a publication would: sound ones at once, others restarted."""
+        """Let lost and added replicas serve, as a publication would: healthy ones at once, others restarted."""
         try:
             await self._fleet.begin_sync()
             broken = [index for index in self._fleet.lost if not self._fleet.table[index].coming]
@@ -89,7 +89,7 @@ class ServingController(PoolController):
             self._renew_at = time.monotonic() + RENEW_S
 
     async def _label(self) -> None:
-        """Label the weights of all replicas; those that have just come do not know it."""
+        """Label the weights of all replicas; new ones lack the label."""
         for index in self._fleet.serving:
             with contextlib.suppress(RolloutError):  # its next request shows that it is lost
                 bound_s = self.config.timeouts.rpc_s

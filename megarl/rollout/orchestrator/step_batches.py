@@ -1,4 +1,4 @@
-"""The batch of each step: taken when its groups are ready, with what was measured of it, and settled by its commit."""
+"""The batch of each step: taken with its measurements when its groups are ready, and settled by its commit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from megarl.rollout.transport.background import BackgroundTasks
 from megarl.rollout.workers.worker_pool import WorkerPool
 from megarl.telemetry.trace import events
 
-# The events of a batch that the trainer takes: the batch itself, and its slowest trajectories.
-
 
 def record_batch_taken(batch: BatchReady, slow: Sequence[TrajectoryTimes], *, in_flight: int) -> None:
-    """Record that the trainer takes a batch now. `slow`: of the samples that ended since the batch before."""
+    """Record the events of a batch that the trainer takes now. `slow`: the slowest samples since the batch before."""
     step, now, unix = batch.step + 1, time.monotonic(), time.time()
     events.record("batch_taken", now, step=step, args={"groups": len(batch.groups), "in_flight": in_flight})
     for each in slow:
@@ -33,7 +31,7 @@ def record_batch_taken(batch: BatchReady, slow: Sequence[TrajectoryTimes], *, in
 
 
 class StepEnds(TypedDict):
-    """Holds how many groups of a step ended in each way; see `Admission.commit`."""
+    """How many groups of a step ended in each way; see `Admission.commit`."""
 
     trained: int
     filtered: int
@@ -45,9 +43,9 @@ class StepEnds(TypedDict):
 
 
 class StepBatches:
-    """Takes the batches of the present history from admission and commits them.
+    """Takes the batches of the current history from admission and commits them.
 
-    `needed`: the step for whose batch the trainer waits with nothing else to do, or the last such one.
+    `needed`: the step whose batch the trainer waits for with nothing else to do, or the last such one.
     """
 
     def __init__(
@@ -59,15 +57,15 @@ class StepBatches:
         engine_time: BusyClock,
         workers: WorkerPool | None = None,
     ) -> None:
-        """`engine_time`: the clock of the calls to engines. `workers`: those that run the loops, if there are any."""
+        """`engine_time`: the clock of calls to engines. `workers`: run the loops, if there are any."""
         self._groups, self._running, self._source = groups, running, source
         self._fleet, self._engine_time, self._workers = fleet, engine_time, workers
-        self._batches: dict[int, BatchReady] = {}  # that are not committed
+        self._batches: dict[int, BatchReady] = {}  # not yet committed
         self._taken_at: float | None = None  # when the batch before was taken
         self.needed = -1
 
     def hold(self, batch: BatchReady) -> None:
-        """Go on with a batch that the trainer has taken from another controller."""
+        """Continue with a batch that the trainer took from an earlier controller."""
         self._batches[batch.step] = batch
 
     async def wait(
@@ -101,11 +99,11 @@ class StepBatches:
         )
 
     def take(self, step: int) -> BatchReady | None:
-        """Take the batch of `step`, if its groups are ready. Only the one that is `needed` is filled up."""
+        """Take the batch of `step` if its groups are ready. Only the `needed` one is filled up with reused groups."""
         admission = self._groups.admission
         if admission.batch(step, needed=step == self.needed) is None:
             return None
-        self._groups.free_rows()  # of groups that are too old for the steps after it
+        self._groups.free_rows()  # of groups that are too old for later steps
         stats, now = self._running.take_stats(), time.monotonic()
         stats.engine_seconds = self._engine_time.take(now)
         stats.interval, self._taken_at = now - self._taken_at if self._taken_at is not None else None, now
@@ -123,10 +121,10 @@ class StepBatches:
         return batch
 
     async def commit(self, step: int, **ends: Unpack[StepEnds]) -> None:
-        """Settle the groups of `step`, free the rows that are not used again, and start the groups that then fit.
+        """Settle the groups of `step`, free the rows that are not reused, and start the groups that fit then.
 
-        Raises ValueError if the numbers, or the ids, do not account for every group once, and RolloutError if another
-        trainer has begun meanwhile.
+        Raises ValueError if the numbers or ids do not account for every group once, and RolloutError if another trainer
+        has begun meanwhile.
         """
         admission = self._groups.admission
         admission.commit(step, **ends)
@@ -144,10 +142,10 @@ class StepBatches:
         counters = admission.counters
         if not counters.balanced:
             raise RolloutError(f"group counters do not add up after step {step}: {counters}")
-        self._groups.start()  # in the places of the queue that the step had
+        self._groups.start()
 
     def drop(self) -> None:
-        """Forget all batches and what was measured, because a trainer starts again."""
+        """Forget all batches and measurements, because a trainer starts again."""
         self._batches.clear()
         self._running.take_stats()
         if self._workers is not None:

@@ -1,1 +1,1 @@
-"""Generated tokens outlive every process: the journal and what a resume uses of it."""
+"""Generated tokens outlive every process: the journal, and what a resume uses from it."""

@@ -1,4 +1,8 @@
-"""The progress of a prompt group while it is generated, and the part of it that a resumed run can continue. Pure."""
+"""The progress of a prompt group during generation, and the part of it that a resumed run can continue. Pure.
+
+A tool call has a number within its sample. Its intent is recorded before the call and its answer after it, so that a
+resumed loop repeats no call that must not be repeated.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +20,12 @@ from megarl.rollout.engine.messages import GenerateRequest
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.tasks.prompts import PromptTask
 
-# The records of an agent loop that a run which resumes continues from: its frozen state, and its calls of tools. Pure.
-#
-# A call has a number within its sample. Its intent is recorded before it is made and its answer after, so that a loop
-# that is resumed makes no call twice that must not be repeated.
-
 INTERRUPTED = "the call was interrupted, and it is unknown whether it has had an effect; it was not repeated"
 
 
 @dataclass(frozen=True)
 class CallRecord:
-    """A call of a tool. `digest`: of the tool's name and the arguments; `text`: its answer, None while it is open.
-
-    `seconds`: the time that it took.
-    """
+    """A tool call. `digest`: of the tool's name and arguments; `text`: the answer, None while it is open."""
 
     digest: str
     text: str | None = None
@@ -41,8 +37,8 @@ class CallRecord:
 class FrozenLoop:
     """The records of one sample's loop.
 
-    `state`: what the loop has frozen last, a JSON text; "" if it has frozen nothing. `requests` and `begun_calls`: how
-    many the loop had made then. `version` grows with every change. `calls`: by number.
+    `state`: the last frozen state as JSON, or "". `requests` and `begun_calls`: how many the loop had made by then.
+    `version` grows with every change. `calls`: by number.
     """
 
     state: str = ""
@@ -56,37 +52,37 @@ class FrozenLoop:
         return changed(self, state=state, requests=requests, begun_calls=begun_calls, version=self.version + 1)
 
     def record(self, number: int, call: CallRecord) -> FrozenLoop:
-        """Return the records with the intent or the answer of a call."""
+        """Return the records with the intent or answer of a call."""
         return changed(self, calls={**self.calls, number: call}, version=self.version + 1)
 
     def known(self, number: int, digest: str) -> CallRecord | None:
-        """Return the call of that number, if it is the same one; None if it was never begun."""
+        """Return the call of that number if it is the same call, else None."""
         found = self.calls.get(number)
         return found if found is not None and found.digest == digest else None
 
     def encoded(self) -> bytes:
         """Return the records as a JSON text."""
-        return msgspec.json.encode(self)  # of every loop at every change: `json` takes ten times as long
+        return msgspec.json.encode(self)  # runs for every change of every loop; `json` takes ten times as long
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> FrozenLoop:
-        """Return the records with a content. Raises KeyError or TypeError for another one."""
+        """Return the records from decoded JSON. Raises KeyError or TypeError for other content."""
         calls = {int(number): CallRecord(**call) for number, call in content["calls"].items()}
         return cls(**{**content, "calls": calls})
 
 
 def call_digest(tool: str, arguments: Mapping[str, Any]) -> str:
-    """Return a digest of a call, whatever the order of its arguments."""
+    """Return a digest of a call that ignores the order of its arguments."""
     text = json.dumps([tool, arguments], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-RequestPlace = tuple[int, int]  # sample, turn: which request of a group it is, in every attempt
+RequestPlace = tuple[int, int]  # sample, turn: identifies a request of a group in every attempt
 
 
 @dataclass(frozen=True)
 class BegunResponse:
-    """The tokens so far of one response, which may have ended, and a digest of its prompt."""
+    """A response's tokens so far (it may have ended), and a digest of its prompt."""
 
     prompt: str
     tokens: ResponsePart
@@ -94,7 +90,7 @@ class BegunResponse:
 
 @dataclass(frozen=True)
 class UnfinishedGroup:
-    """The progress of a group: the responses that have tokens, and the records of agent loops by sample."""
+    """The progress of a group: responses with tokens, and the records of agent loops by sample."""
 
     responses: Mapping[RequestPlace, BegunResponse] = field(default_factory=dict)
     loops: Mapping[int, FrozenLoop] = field(default_factory=dict)
@@ -114,16 +110,15 @@ class _Request:
 
 
 class GroupProgress:
-    """The tokens of each request of a group, those included that an attempt before has made; the loops' records.
+    """The tokens of a group's requests, including those of earlier attempts, and the records of its loops.
 
-    `tokens`: by request id. Whoever generates continues what is there, and keeps it up to date (`ResponsesSoFar`).
-    `loops`: by sample, of the loops that have frozen a state or called a tool; `record` changes them. `changed`: the
-    samples of which that is so, until somebody who passes them on empties it. `written`: the size of what the journal
-    has.
+    `tokens`: by request id; generation continues and updates them (`ResponsesSoFar`). `loops`: by sample, of loops that
+    have frozen a state or called a tool; `record` changes them. `changed`: samples with new records, until the reader
+    empties it. `written`: the size that the journal has.
     """
 
     def __init__(self, prompt: PromptTask, kept: UnfinishedGroup | None = None) -> None:
-        """`kept`: what `begun` returned in the attempt before, which the journal has."""
+        """`kept`: what `begun` returned in the last attempt, from the journal."""
         self.prompt = prompt
         self.written = 0 if kept is None else kept.size
         self.tokens: dict[str, ResponsePart] = {}
@@ -133,9 +128,9 @@ class GroupProgress:
         self._requests: dict[RequestPlace, _Request] = {}
 
     def begin(self, request: GenerateRequest, place: RequestPlace, prompt: str | None = None) -> None:
-        """Record that a request is about to be made. What is kept of it is used if it has the same prompt.
+        """Record that a request is about to be made; use its kept tokens if it has the same prompt.
 
-        `prompt`: the digest of the prompt, if it is known.
+        `prompt`: the digest of the prompt, if known.
         """
         if prompt is None:
             # What is kept lacks the experts of the same tokens as the request.
@@ -152,11 +147,11 @@ class GroupProgress:
         self.changed.add(sample)
 
     def prompt_of(self, place: RequestPlace) -> str:
-        """Return the digest of a request's prompt. Raises KeyError for one that was not begun."""
+        """Return the digest of a request's prompt. Raises KeyError before `begin`."""
         return self._requests[place].prompt
 
     def finished(self, place: RequestPlace) -> ResponsePart | None:
-        """Return the response to a request of this attempt or the one before; None if it has not ended there."""
+        """Return the response to a request of this or the last attempt; None if it has not ended."""
         if (request := self._requests.get(place)) is not None:
             tokens = self.tokens.get(request.name)
         else:
@@ -165,7 +160,7 @@ class GroupProgress:
         return tokens if tokens is not None and tokens.finish_reason not in (None, "abort") else None
 
     def lengths(self) -> list[int]:
-        """Return the response tokens so far of each sample that has made a request, those before a resume included."""
+        """Return the response tokens so far of each sample with a request, including those before a resume."""
         lengths: dict[int, int] = {}
         for (sample, _), request in self._requests.items():
             tokens = self.tokens.get(request.name, ResponsePart())
@@ -173,7 +168,7 @@ class GroupProgress:
         return list(lengths.values())
 
     def begun(self) -> UnfinishedGroup:
-        """Return what can go on: the responses that have tokens, one that an engine has dropped too, and the loops."""
+        """Return what can continue: responses with tokens, also if an engine dropped them, and the loops."""
         begun = dict(self._kept)
         for place, request in self._requests.items():
             tokens = self.tokens.get(request.name, ResponsePart())

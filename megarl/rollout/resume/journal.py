@@ -1,10 +1,10 @@
-"""The journal of the rollout side: generated tokens on the disk, until no run could resume and use them again.
+"""The rollout journal: keeps generated tokens on disk while a resumed run could use them.
 
-At intervals of `rollout.journal_s` seconds a task in the background writes the groups that have finished, and what
-unfinished ones have so far if that has grown. A trainer that starts again resumes from a checkpoint (`begin`); when the
-version of its weights is known (`candidates`), groups that the checkpoint has not settled are used again, as far as the
-bound on staleness allows: finished ones as they are, the others from the tokens that they have. A journal that cannot
-be written or read costs only these groups: they are drawn again.
+Every `rollout.journal_s` seconds a background task writes the finished groups, and the progress of unfinished ones if
+it has grown. A restarted trainer resumes from a checkpoint (`begin`). Once the version of its weights is known
+(`candidates`), groups that the checkpoint has not settled are reused as far as the bound on staleness allows: finished
+ones as they are, others from their tokens. A journal that cannot be written or read costs only these groups: they are
+drawn again.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from megarl.rollout.tasks.prompts import PromptSource, PromptTask
 logger = logging.getLogger(__name__)
 
 JOURNAL_FILE = "rollout.journal"
-FORMAT = 2  # of the records; those of another one are not read
+FORMAT = 2  # of the records; other formats are not read
 PENDING_BYTES = 8 << 20  # written at once if this much waits
-GROUPS_AT_ONCE = 16  # that are looked at for what they have more, between which other tasks run
-SLACK_BYTES = 64 << 20  # what the file may grow before it is searched for what can be removed
-# Keys that are gone, with the values that hold now: the digests in a journal of an earlier version have them.
+GROUPS_AT_ONCE = 16  # checked for new tokens before other tasks run
+SLACK_BYTES = 64 << 20  # growth of the file before it is searched for removable records
+# Removed keys with their fixed values: the digests in journals of earlier releases include them.
 _GONE: dict[str, dict[str, float]] = {
     "agent": {"act_attempts": 3},
     "sampling": {
@@ -53,17 +53,17 @@ _GONE: dict[str, dict[str, float]] = {
         "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     },
 }  # fmt: skip
-# Keys that an earlier version did not have, of which None changes nothing.
+# Keys that earlier releases lack; None keeps the digest.
 _ADDED = {"gpu_share", "images_field", "tools_field"}
 Unfinished = tuple[int, GroupProgress, UnfinishedGroup]
 _BEFORE_A_CALL = "a tool whose calls must not be repeated was about to be called"
 
 
 class RolloutJournal:
-    """The controller's part for resuming: the lineage of the history, and the file of groups with tokens."""
+    """The controller's state for resuming: the lineage of the history, and the file of groups with tokens."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
-        # A deterministic run draws its groups again, in the order of an unbroken run.
+        # A deterministic run draws its groups again, in the order of an uninterrupted run.
         self.every_s = 0.0 if config.run.deterministic else config.rollout.journal_s
         self.resuming = False  # from `begin` to `begin_epoch`
         self._pace, self._identity = pace_of(config), identity(config)
@@ -74,18 +74,18 @@ class RolloutJournal:
         self._resumed: tuple[Lineage, History] = INITIAL, History(-1, 0, frozenset())
         self._kept = KeptGroups([])
         self._retention: Retention | None = None
-        self._epoch = b""  # the record of the present epoch, until it is written
+        self._epoch = b""  # the record of the current epoch, until it is written
         self._pending: list[bytes] = []
         self._pending_bytes = 0
         self._full = asyncio.Event()
-        self._one_writer = asyncio.Lock()  # of unfinished groups: a later record has to be of a later time
+        self._one_writer = asyncio.Lock()  # of unfinished groups: later records must be newer
         self._urgent: set[int] = set()  # unfinished groups that wait to be written
-        self._settled = False  # a checkpoint is complete, and what it has settled was not looked for yet
-        self._live_bytes = 0  # after the last search for what can be removed
-        self._uncounted = False  # the head could not be written, which was logged
+        self._settled = False  # a checkpoint is complete; the groups it settles are still in the file
+        self._live_bytes = 0  # after the last search for removable records
+        self._uncounted = False  # the head could not be written; logged once
 
     def started(self) -> int:
-        """Return how many groups any process of this run has started; 0 if that cannot be read now."""
+        """Return how many groups any process of this run has started; 0 if that cannot be read."""
         try:
             return groups_started(self._file.path)
         except OSError as error:
@@ -93,8 +93,9 @@ class RolloutJournal:
             return 0
 
     def count(self, started: int) -> None:
-        """Note how many groups were ever started, before the last of them starts, so a resume counts the discarded
-        ones. If the disk refuses it, it is written with the next groups that start.
+        """Record how many groups were ever started, before the last of them starts; a resume counts discarded ones.
+
+        If the write fails, it is repeated with the next groups that start.
         """
         try:
             self._file.count(started)
@@ -109,8 +110,8 @@ class RolloutJournal:
         return {"lineage": lineage_content(self._lineage)}
 
     async def begin(self, state: dict[str, Any] | None, settled: History) -> None:
-        """Read what was written; the run resumes from a checkpoint with `state` that has `settled` groups."""
-        if self._file.moved:  # with all results of an attempt that has no checkpoint: its groups are drawn again
+        """Read the file; the run resumes from a checkpoint with `state` that has `settled` groups."""
+        if self._file.moved:  # set aside with the results of an attempt without checkpoint: draw its groups again
             self._file.clear()
         else:
             await self.write()
@@ -127,7 +128,7 @@ class RolloutJournal:
             self._file.clear()
 
     async def candidates(self, version: int, source: PromptSource) -> KeptGroups:
-        """Return the groups that a run could use which resumes at `version` with the prompts of `source`."""
+        """Return the groups that a run can reuse when it resumes at `version` with the prompts of `source`."""
         return await asyncio.to_thread(self._candidates, version, source)
 
     def _candidates(self, version: int, source: PromptSource) -> KeptGroups:
@@ -138,14 +139,14 @@ class RolloutJournal:
             logger.warning("%d kept groups are drawn again: %s changed", others, ", ".join(changed))
         kept.resume(resumed, version)
         if others := kept.drop(lambda each: each.head["problem"] != source.draw(each.group).digest):
-            logger.warning("%d kept groups are drawn again: they have other prompts now", others)
-        # The trainer would refuse them after every start, although sound engines may answer them well.
+            logger.warning("%d kept groups are drawn again: their prompts have changed", others)
+        # The trainer would refuse them after every start, although healthy engines may answer them well.
         if others := kept.drop(lambda each: each.has_bad_logprobs):
-            logger.warning("%d kept groups are drawn again: log-probs of theirs are not finite", others)
+            logger.warning("%d kept groups are drawn again: they have non-finite log-probs", others)
         return kept
 
     async def begin_epoch(self, version: int, used: Collection[KeptGroup]) -> None:
-        """Begin the restart epoch of a run that resumes at `version` and uses groups again."""
+        """Begin the restart epoch of a run that resumes at `version` and reuses `used`."""
         (resumed, settled), before = self._resumed, self._kept.lineage
         self._lineage = next_epoch(resumed, version, before)
         self._retention = Retention(self._pace, replace(settled, version=version))
@@ -153,7 +154,7 @@ class RolloutJournal:
         if self.every_s:
             finished = sum(each.finished for each in used)
             logger.info(
-                "restart epoch %d: %d finished groups are used again, and %d unfinished ones are continued",
+                "restart epoch %d: %d finished groups are reused, and %d unfinished ones continue",
                 self._lineage[-1].number, finished, len(used) - finished,
             )  # fmt: skip
             self._epoch = EpochRecord(self._lineage, self._identity).encode()
@@ -163,7 +164,7 @@ class RolloutJournal:
     def note(self, rows: Sequence[Trajectory], prompt: PromptTask) -> None:
         """Take a finished group; it is written soon."""
         if self.every_s and self._retention is not None:
-            # Rows need not have the tokens of the problem: a failed one has none, a harness makes a prompt of its own.
+            # Rows may lack the problem's tokens: a failed row has none, and a harness makes its own prompt.
             record = encode_group(rows, prompt.digest)
             self._pending.append(record)
             self._pending_bytes += len(record)
@@ -171,19 +172,19 @@ class RolloutJournal:
                 self._full.set()
 
     def note_unfinished(self, progress: Mapping[int, GroupProgress]) -> None:
-        """Take what groups have that are about to be cancelled; it is written soon."""
+        """Take the progress of groups that are about to be cancelled; it is written soon."""
         if self.every_s and self._retention is not None:
-            # Before what waits: a group that ends while it is being cancelled has its last record there.
+            # In front: a group that ends during its cancellation already has its last record among the pending ones.
             self._pending[:0] = [_encoded(*each) for each in self._grown(progress.items())]
             self._pending_bytes = sum(map(len, self._pending))
 
     def _grown(self, groups: Iterable[tuple[int, GroupProgress]]) -> list[Unfinished]:
-        """Return what groups have that have grown since they were written last."""
+        """Return the progress of groups that have grown since they were last written."""
         begun = [(group, each, each.begun()) for group, each in groups] if self._continues else []
         return [one for one in begun if one[2].size > one[1].written]
 
     async def _take_grown(self, progress: Mapping[int, GroupProgress]) -> list[bytes]:
-        """Return the records of `_grown`. Of thousands of loops this takes long: other tasks run meanwhile."""
+        """Return the records of `_grown`; let other tasks run, because thousands of loops take long."""
         grown: list[Unfinished] = []
         groups = list(progress.items())
         for start in range(0, len(groups), GROUPS_AT_ONCE):
@@ -194,11 +195,11 @@ class RolloutJournal:
         return await asyncio.to_thread(lambda: [_encoded(*each) for each in grown])
 
     async def persist(self, group: int, progress: Mapping[int, GroupProgress]) -> None:
-        """Write what a group has now, and return when it is on the disk: a call that must not be repeated follows.
+        """Write a group's progress, and return when it is on disk: a call that must not be repeated follows.
 
-        Groups that wait for it at the same time are written together. Raises RolloutError if that fails, or takes more
-        than `timeouts.rpc_s`; a write that hangs goes on in its thread, and no other one overtakes it. Without a
-        journal nothing is written: then no run could continue the group.
+        Groups that wait at the same time are written together. Raises RolloutError if the write fails or takes longer
+        than `timeouts.rpc_s`; a hanging write continues in its thread, and none overtakes it. Without a journal nothing
+        is written, because no run could continue the group.
         """
         if not self.every_s or self._retention is None or not self._continues:
             return
@@ -214,9 +215,9 @@ class RolloutJournal:
         writing.result()
 
     async def _write_urgent(self, group: int, progress: Mapping[int, GroupProgress]) -> None:
-        """Write what the groups have that wait for it, `group` among them unless another one has written it."""
+        """Write the progress of all waiting groups, including `group` unless another call has written it."""
         async with self._one_writer:
-            if group not in self._urgent:  # another one has written it after it was added
+            if group not in self._urgent:  # another call has written it
                 return
             groups, self._urgent = self._urgent & set(progress), set()
             records = [_encoded(each, progress[each], progress[each].begun()) for each in sorted(groups)]
@@ -224,18 +225,18 @@ class RolloutJournal:
             try:
                 await asyncio.to_thread(self._file.append, [*([epoch] if epoch else []), *records])
             except OSError as error:
-                self._urgent |= groups  # others that wait with this one try again
+                self._urgent |= groups  # the other waiting calls try again
                 raise RolloutError(f"{self._file.path} cannot be written, and {_BEFORE_A_CALL}: {error}") from error
             except BaseException:
                 self._urgent |= groups
                 raise
-            if self._epoch == epoch:  # else another one has begun while the disk was slow
+            if self._epoch == epoch:  # else another epoch began during the write
                 self._epoch = b""
 
     async def write(self, unfinished: Sequence[bytes] = ()) -> bool:
-        """Write what waits, after records of `unfinished` groups; return False if that fails.
+        """Write the records of `unfinished` groups, then the pending ones; return False on failure.
 
-        Then it is tried again later; what is too much to wait is left out.
+        Pending records are then written later, or dropped if there are too many.
         """
         epoch, records = [self._epoch] if self._epoch else [], list(self._pending)
         if not epoch and not records and not unfinished:
@@ -254,11 +255,9 @@ class RolloutJournal:
         return written
 
     async def keep_up(self, history: Callable[[], History], progress: Mapping[int, GroupProgress]) -> None:
-        """Write at intervals, and remove what has become useless. Never ends.
+        """Write at intervals, and remove useless records after a checkpoint and when the file has doubled. Never ends.
 
-        That is looked for after a checkpoint, and whenever the file has doubled.
-
-        `history()`: what the run has settled so far. `progress`: of the groups that are running at any time.
+        `history()`: what the run has settled so far. `progress`: of the running groups, kept up to date.
         """
         next_at = time.monotonic() + self.every_s
         while True:
@@ -267,7 +266,7 @@ class RolloutJournal:
                     await self._full.wait()
             async with self._one_writer:
                 unfinished: list[bytes] = []
-                if not self._full.is_set():  # else finished groups fill the memory before it is time
+                if not self._full.is_set():  # else too many finished groups are pending before the next interval
                     next_at = time.monotonic() + self.every_s
                     unfinished = await self._take_grown(progress)
                 self._full.clear()
@@ -284,7 +283,7 @@ class RolloutJournal:
             self._retention.saving(step, history)
 
     def saved(self, step: int) -> None:
-        """Record that the checkpoint of `step` is complete: what it has settled is soon removed."""
+        """Record that the checkpoint of `step` is complete: the groups it settles are soon removed."""
         if self._retention is not None and self._retention.saved(step):
             self._settled = True
 
@@ -307,7 +306,7 @@ class RolloutJournal:
 
 
 def identity(config: Config) -> dict[str, str]:
-    """Return digests of the settings on which a group's trajectories depend, by name."""
+    """Return digests, by name, of the settings on which a group's trajectories depend."""
     content = _without_added(config.model_dump(mode="json"))
     chosen = {name: content[name] for name in ("data", "sampling", "reward", "agent", "tools")}
     chosen |= {name: content[name] | values for name, values in _GONE.items()}
@@ -322,7 +321,7 @@ def identity(config: Config) -> dict[str, str]:
 
 
 def _without_added(content: Any) -> Any:  # noqa: ANN401  # JSON
-    """Return the content of a config without the keys of `_ADDED` that are not set."""
+    """Return a config's content without the unset keys of `_ADDED`."""
     if isinstance(content, list):
         return [_without_added(each) for each in content]
     if not isinstance(content, dict):
@@ -331,13 +330,13 @@ def _without_added(content: Any) -> Any:  # noqa: ANN401  # JSON
 
 
 def _note_end(writing: asyncio.Future[None]) -> None:
-    """Record a failure that no caller awaited; the next waiting call raises it."""
+    """Retrieve a failure that no caller awaits; the next waiting call raises its own."""
     if not writing.cancelled():
         writing.exception()
 
 
 def _encoded(group: int, progress: GroupProgress, begun: UnfinishedGroup) -> bytes:
-    """Return the record of what a group has so far."""
+    """Return the record of a group's progress."""
     return encode_unfinished(group, begun, progress.prompt.digest)
 
 

@@ -1,8 +1,8 @@
-"""A file of records that is only appended to, and read again after a crash. A record is bytes; nothing is unpickled.
+"""An append-only file of records that survives a crash. A record is bytes; nothing is unpickled.
 
-Each record is preceded by its length and its CRC-32. What a killed process, or a full disk, left at the end does not
-match them: it is ignored, and cut off before the next record is written. The first line, the head, is written in place:
-it says how many groups were ever started. A file of an earlier release has none, and gets one when it is read.
+Each record is preceded by its length and its CRC-32. An incomplete record at the end, from a killed process or a full
+disk, is ignored, and cut off before the next write. The first line, the head, is updated in place: it says how many
+groups were ever started. A file of an earlier release has no head, and gets one when it is read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEADS = re.compile(rb"megarl journal: (.{20}) groups started\n", re.DOTALL)
 
 
 def _read_head(file: BinaryIO) -> int | None:
-    """Return the number in the head of an open file, and leave the file behind it; None, at its beginning, without."""
+    """Return the number in the head of an open file and skip it; None, at the file's beginning, if there is no head."""
     found = _HEADS.fullmatch(file.read(_HEAD_BYTES))
     if found is None:
         file.seek(0)
@@ -35,7 +35,7 @@ def _read_head(file: BinaryIO) -> int | None:
 
 
 def groups_started(path: Path) -> int:
-    """Return how many groups were ever started, by the journal at `path`; 0 without a record. Raises OSError."""
+    """Return how many groups were ever started according to the journal at `path`, or 0. Raises OSError."""
     try:
         with path.open("rb") as file:
             return _read_head(file) or 0
@@ -44,12 +44,12 @@ def groups_started(path: Path) -> int:
 
 
 def framed(record: bytes) -> bytes:
-    """Return a record as it stands in the file."""
+    """Return a record with its length and checksum, as in the file."""
     return _FRAME.pack(len(record), zlib.crc32(record)) + record
 
 
 def read_records(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the records of an open file up to the first one that is incomplete or damaged."""
+    """Yield the records of an open file up to the first incomplete or damaged one."""
     left = os.fstat(file.fileno()).st_size - file.tell()
     while left >= _FRAME.size:
         length, checksum = _FRAME.unpack(file.read(_FRAME.size))
@@ -63,7 +63,7 @@ def read_records(file: BinaryIO) -> Iterator[bytes]:
 
 
 class JournalFile:
-    """The file at `path`, which one process writes. Every method may be called from any thread; they take turns."""
+    """The file at `path`, which one process writes. Thread-safe: calls take turns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,7 +73,7 @@ class JournalFile:
         self._writing = threading.Lock()  # held for no longer than bytes take into the page cache
 
     def read(self) -> list[bytes]:
-        """Return all complete records; [] if there is no file. Raises OSError if it cannot be read."""
+        """Return all complete records; [] without a file. Raises OSError if it cannot be read."""
         with self._lock:
             try:
                 with self.path.open("rb") as file:
@@ -92,14 +92,14 @@ class JournalFile:
             return records
 
     def clear(self) -> None:
-        """Begin an empty file with the next record."""
+        """Let the next record begin an empty file."""
         self.size = 0
 
     def count(self, started: int) -> None:
         """Write into the head how many groups were ever started. Raises OSError.
 
-        It waits for no record that is being written: it is called before groups start. A file that was moved aside gets
-        no new head before its next record.
+        It does not wait for a running write of records, because it is called before groups start. After the file was
+        moved aside, a new head is written with the next record.
         """
         with self._writing:
             self._started = started
@@ -110,18 +110,15 @@ class JournalFile:
                     os.pwrite(file.fileno(), _HEAD % started, 0)
 
     def append(self, records: Iterable[bytes]) -> None:
-        """Write records after those that `read` returned or that were written since, to the disk.
-
-        Raises OSError if that fails; then none of them is in the file.
-        """
+        """Write records to disk, after the complete ones. Raises OSError, and writes none, on failure."""
         with self._lock:
             content = b"".join(map(framed, records))
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as file:
                 with self._writing:
-                    # The file may have been moved aside, and this is a new one.
+                    # This is a new file if the old one was moved aside.
                     self.size = min(self.size, os.fstat(file.fileno()).st_size)
-                    file.truncate(self.size)  # removes what is incomplete
+                    file.truncate(self.size)  # removes an incomplete record
                     content = content if self.size else _HEAD % self._started + content
                     file.write(content)
                     file.flush()
@@ -134,7 +131,7 @@ class JournalFile:
         return self.size > 0 and not self.path.exists()
 
     def tidy(self, visit: Callable[[bytes], None], chosen: Callable[[bytes], bool]) -> None:
-        """Show every complete record to `visit`, one at a time; then do `keep`, with nothing in between."""
+        """Call `visit` with every complete record, then do `keep`, atomically."""
         with self._lock:
             if self.path.exists():
                 with self.path.open("rb") as file:
@@ -144,7 +141,7 @@ class JournalFile:
             self.keep(chosen)
 
     def keep(self, chosen: Callable[[bytes], bool]) -> None:
-        """Remove the records that are not `chosen`. Raises OSError if that fails; then all of them are still there."""
+        """Remove the records that are not `chosen`. Raises OSError, and keeps all of them, on failure."""
         with self._lock:
             if not self.path.exists():
                 return

@@ -1,8 +1,8 @@
 """The records of the rollout journal: a JSON head, then arrays of numbers. Pure.
 
-A finished group is one record, with everything but its trajectories' tokens in the head. So is an unfinished one, with
-the tokens that its responses have so far and, in the head, the records of its agent loops. Log-probs are float32, as in
-the queue. An `EpochRecord` begins each restart epoch.
+A finished group is one record, with everything but its trajectories' tokens in the head. An unfinished group is one
+too, with the tokens of its responses so far and, in the head, the records of its agent loops. Log-probs are float32, as
+in the queue. An `EpochRecord` begins each restart epoch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ARRAYS = tuple(
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """The lineage of the groups that follow it, and what their trajectories depend on: digests by name."""
+    """The lineage of the groups that follow, and digests, by name, of what their trajectories depend on."""
 
     lineage: Lineage
     identity: Mapping[str, str]
@@ -49,7 +49,7 @@ class EpochRecord:
 
     @classmethod
     def of(cls, head: Mapping[str, Any]) -> EpochRecord:
-        """Return the record with a head."""
+        """Return the record of a head."""
         return cls(read_lineage(head["lineage"]), head["identity"])
 
     def changed(self, identity: Mapping[str, str]) -> list[str]:
@@ -59,7 +59,7 @@ class EpochRecord:
 
 
 def encode_group(rows: Sequence[Trajectory], problem: str) -> bytes:
-    """Return the record of a finished group; `problem` identifies what was asked."""
+    """Return the record of a finished group; `problem`: the digest of its problem."""
     arrays: list[bytes] = []
     heads = []
     for row in rows:
@@ -83,7 +83,7 @@ def encode_group(rows: Sequence[Trajectory], problem: str) -> bytes:
 
 
 def encode_unfinished(group: int, begun: UnfinishedGroup, problem: str) -> bytes:
-    """Return the record of what a group has so far."""
+    """Return the record of an unfinished group; `problem`: the digest of its problem."""
     heads = [
         {
             "place": place,
@@ -105,7 +105,7 @@ def encode_unfinished(group: int, begun: UnfinishedGroup, problem: str) -> bytes
 
 
 def decode_unfinished(record: bytes) -> UnfinishedGroup:
-    """Return what the record of an unfinished group holds."""
+    """Return the progress in the record of an unfinished group."""
     head = read_head(record)
     (length,) = _HEAD.unpack_from(record)
     view = memoryview(record)[_HEAD.size + length :]
@@ -126,8 +126,8 @@ def read_head(record: bytes) -> dict[str, Any]:
     """Return the head of a record."""
     (length,) = _HEAD.unpack_from(record)
     text = record[_HEAD.size : _HEAD.size + length]
-    # The heads of the whole file are read whenever it is searched for what is not needed. json.loads takes longer, but
-    # reads also what only Python writes: a reward that is not finite, half a surrogate pair.
+    # A search for removable records reads all heads, so this must be fast. json.loads is slower, but also reads what
+    # only Python writes: a non-finite reward, half a surrogate pair.
     try:
         head: dict[str, Any] = msgspec.json.decode(text)
     except msgspec.DecodeError:
@@ -190,7 +190,7 @@ def _form(routes: Routes | None) -> dict[str, list[int]]:
 
 
 def _take_routes(view: memoryview, row: Mapping[str, Any]) -> tuple[Routes | None, memoryview]:
-    """Return the experts at the beginning of a record's arrays, if the row has some, and what follows them."""
+    """Return the experts at the beginning of a record's arrays, if the row has any, and what follows them."""
     if (form := row.get("routes")) is None:
         return None, view
     size = math.prod(form)

@@ -1,4 +1,4 @@
-"""The groups that a journal has kept over a restart, and which of them the resumed history can use. Pure."""
+"""The groups that a journal keeps over a restart, which of them a resumed run can use, and how long. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from megarl.rollout.resume.lineage import Lineage, common_version, recount
 
 @dataclass
 class KeptGroup:
-    """A group that has tokens, or calls of tools. `epoch`: the one in which it was recorded.
+    """A group with tokens or tool calls, recorded in `epoch`.
 
-    `common`: the last version that the histories share. `version`: the one at which the run resumes.
-
-    What its tokens count as is the truth, or less if a span was recorded with lost updates: the present history may
-    contain some of these.
+    `common`: the last version that the histories share. `version`: where the run resumes. Its tokens count as their
+    true version or, if a span was recorded with lost updates, possibly as an older one: the current history may contain
+    some of these updates.
     """
 
     record: bytes
@@ -37,7 +36,7 @@ class KeptGroup:
 
     @property
     def finished(self) -> bool:
-        """True if its trajectories are complete; else its responses are continued."""
+        """True if its trajectories are complete; else its responses continue."""
         return bool(self.head["kind"] == "group")
 
     def _recounted(self, spans: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
@@ -45,10 +44,10 @@ class KeptGroup:
 
     @property
     def counts_as(self) -> set[int]:
-        """The versions of the present history that its tokens count as.
+        """The versions of the current history that its tokens count as.
 
-        A loop that has called a tool before the first token is as old as the version at which the run resumes: it has
-        to go on from its calls, which may not be repeated.
+        A loop with tool calls but no token counts as the version at which the run resumes: it must continue from its
+        calls, which may not be repeated.
         """
         if not self.finished and not any(spans_of(self.head)) and self.head["loops"]:
             return {self.version}
@@ -56,7 +55,7 @@ class KeptGroup:
 
     @property
     def has_bad_logprobs(self) -> bool:
-        """True if an engine has returned log-probs that are not finite. The tokens are decoded to tell."""
+        """True if an engine returned non-finite log-probs. It decodes the tokens."""
         if self.finished:
             failed = any(row["status"] == "failed" for row in self.head["rows"])
             return failed and any(row.has_bad_logprobs for row in decode_group(self.record))
@@ -68,7 +67,7 @@ class KeptGroup:
         return [replace(row, versions=self._recounted(row.versions)) for row in decode_group(self.record)]
 
     def begun(self) -> UnfinishedGroup:
-        """Return what an unfinished group has."""
+        """Return the progress of an unfinished group."""
         begun = decode_unfinished(self.record)
         responses = {
             place: replace(each, tokens=replace(each.tokens, versions=self._recounted(each.tokens.versions)))
@@ -78,10 +77,10 @@ class KeptGroup:
 
 
 class KeptGroups:
-    """The groups of a journal, each as it was recorded last, and the lineage of the last epoch."""
+    """The groups of a journal, each by its last record, and the lineage of the last epoch."""
 
     def __init__(self, records: Iterable[bytes]) -> None:
-        """`records`: those of the journal in their order. Raises ValueError or KeyError for records of another kind."""
+        """`records`: the journal's, in order. Raises ValueError or KeyError for records of another kind."""
         self.groups: dict[int, KeptGroup] = {}
         self.lineage: Lineage = ()
         epoch: EpochRecord | None = None
@@ -96,7 +95,7 @@ class KeptGroups:
                 self.groups[head["group"]] = KeptGroup(record, head, epoch)
 
     def resume(self, resumed: Lineage, version: int) -> None:
-        """Keep the groups of histories that share something with `resumed`, which ends at `version`; recount them."""
+        """Keep groups whose history shares a version with `resumed`, which ends at `version`; recount them."""
         for group, each in list(self.groups.items()):
             common = common_version(each.epoch.lineage, resumed, version)
             if common is None:
@@ -105,7 +104,7 @@ class KeptGroups:
                 each.common, each.version = common, version
 
     def versions(self) -> dict[int, set[int]]:
-        """Return the versions that the tokens of each group count as; finished groups come first, then by id."""
+        """Return the versions that each group's tokens count as, finished groups first, then by id."""
         order = sorted(self.groups.values(), key=lambda each: (not each.finished, each.group))
         return {each.group: each.counts_as for each in order}
 
@@ -118,29 +117,26 @@ class KeptGroups:
 
 
 class Superseded:
-    """Tells which records of a journal are of no use because a later one is of the same group.
+    """Finds records of a journal that a later record of the same group supersedes.
 
-    The records are shown in their order twice: first to `count`, then to `later`. Some may be added in between.
+    Pass all records in order, first to `count`, then to `later`. Some may be added in between.
     """
 
     def __init__(self) -> None:
         self._left: Counter[int] = Counter()
 
     def count(self, head: Mapping[str, Any]) -> None:
-        """Take note of a record by its head."""
+        """Count a record by its head."""
         if head["kind"] != "epoch":
             self._left[head["group"]] += 1
 
     def later(self, head: Mapping[str, Any]) -> bool:
-        """Return whether a later record is of the same group."""
+        """Return whether the same group has a later record."""
         self._left[head["group"]] -= 1
         return self._left[head["group"]] > 0
 
 
-# The finished groups that the journal must keep, because a run that resumes could use them. Pure.
-
-# A checkpoint is asked for while at most one other is still being written.
-_IN_PROGRESS = 2
+_IN_PROGRESS = 2  # checkpoints: one that is requested, while at most one other is still being written
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,7 @@ class History:
 
 
 class Retention:
-    """The histories that a run could resume from: that of the newest complete checkpoint, and those being saved."""
+    """The histories from which a run could resume: of the newest complete checkpoint, and of those being saved."""
 
     def __init__(self, pace: Pace, resumed: History) -> None:
         """`resumed`: the history with which this trainer began."""
@@ -178,7 +174,7 @@ class Retention:
             del self._saving[old]
 
     def saved(self, step: int) -> bool:
-        """Record that the checkpoint of `step` is complete; False if that was known."""
+        """Record that the checkpoint of `step` is complete; return False if that was known."""
         if step not in self._saving:
             return False
         self._complete = self._saving[step]
@@ -188,10 +184,9 @@ class Retention:
     def keeps(self, group: int, newest: int, history: History) -> bool:
         """Return whether a finished group can still be used. `newest`: the highest version of its tokens.
 
-        `history`: what the run has settled so far. Its groups are used again only by a run that resumes from before.
-        There, tokens of later versions count as older by the number of lost updates, and soon pass the bound on
-        staleness. So the journal holds little more than the groups that are not settled, even if no checkpoint is ever
-        written.
+        `history`: what the run has settled so far. Only a run that resumes from an earlier point reuses its groups.
+        There, tokens of later versions count as older by the number of lost updates, and soon exceed the bound on
+        staleness. So the journal holds little more than unsettled groups, even if no checkpoint is ever written.
         """
         if not history.settled(group):
             return True

@@ -1,9 +1,9 @@
 """The lineage of a history of weights: which restart epochs made its updates. Pure.
 
-A run that resumes at some version makes other updates from there on than it made before; with them begins a restart
-epoch. A history is therefore a path in a tree of weights. The distance between two weights is the number of updates on
-the path between them: if `lost` updates of the first were discarded, the path leads back over these and then forward
-to the second. `VersionSpan.counts_as` is defined by it.
+A run that resumes at some version makes different updates from there on; this begins a restart epoch. A history is
+therefore a path in a tree of weights. The distance between two weights is the number of updates on the path between
+them: if `lost` updates of the first were discarded, the path leads back over these and then forward to the second.
+This distance defines `VersionSpan.counts_as`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megarl.queue.trajectory import VersionSpan
 
 @dataclass(frozen=True)
 class Epoch:
-    """The updates from version `first` on, up to where the next epoch of a lineage begins.
+    """The updates from version `first` to the beginning of the lineage's next epoch.
 
-    `number` counts the epochs of a run; `name` tells them apart over all runs.
+    `number` counts the epochs of a run; `name` is unique over all runs.
     """
 
     number: int
@@ -53,7 +53,7 @@ def common_version(other: Lineage, resumed: Lineage, version: int) -> int | None
 
 
 def recount(spans: Iterable[VersionSpan], common: int, lineage: Lineage) -> tuple[VersionSpan, ...]:
-    """Return the spans as they count in a history that shares versions up to `common` with theirs, of `lineage`."""
+    """Return the spans, recorded in `lineage`, as they count in a history that shares versions up to `common`."""
     return tuple(_recount(span, common, lineage) for span in spans)
 
 
@@ -65,7 +65,7 @@ def _recount(span: VersionSpan, common: int, lineage: Lineage) -> VersionSpan:
 
 
 def _maker(lineage: Sequence[Epoch], version: int) -> int:
-    """Return the number of the epoch that made `version`, by its last update."""
+    """Return the number of the epoch that made the last update of `version`."""
     return next((epoch.number for epoch in reversed(lineage) if epoch.first < version), lineage[0].number)
 
 

@@ -1,6 +1,6 @@
-"""Prompts by group id: the problem of a group, its token ids, how it is sampled, and the input of its reward function.
+"""Prompts by group id: a group's problem, its token ids, its sampling, and the input of its reward function.
 
-With one training set, group g takes draw number g of the set's cursor; with several, the mixture tells the set of group
+With one training set, group g takes draw number g of the set's cursor; with several, the mixture gives the set of group
 g and the number of the draw from it. Either way a group that is redrawn after a resume gets the same problem.
 """
 
@@ -44,16 +44,14 @@ from megarl.rollout.tasks.toolbox import Toolbox, Toolboxes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The reward processes of one process of the rollout side: of the controller, or of an agent worker.
-
 
 def reward_pool(
     functions: Mapping[str, RewardConfig], reward: RewardConfig, start_timeout_s: float,
     report: Callable[[str], None], *, shares: int = 1,
 ) -> RewardPool:  # fmt: skip
-    """Return the pool of the functions by their keys, not started.
+    """Return the unstarted reward pool of the controller or an agent worker; `functions`: by key.
 
-    `report`: see `RewardPool`. `shares`: the processes among which `reward.workers` are divided; each has at least one.
+    `report`: see `RewardPool`. `shares`: how many processes divide `reward.workers`; each gets at least one.
     """
     return RewardPool(
         [RewardSpec(each.function, each.kwargs, key) for key, each in functions.items()],
@@ -69,11 +67,11 @@ def reward_pool(
 
 @dataclass(frozen=True)
 class PromptTask:
-    """A prompt, its token ids, and what its set says about its responses.
+    """A prompt, its token ids, and its set's settings for responses.
 
-    `dataset`: the name of the set, "" if there is only one; `reward`: the number of the reward function in the pool.
-    `demonstrations`: one for each sample of the group, the first one of this prompt; empty if the model answers.
-    `end`: as `RewardInput.prompt_end`. `images`: those of the prompt, and where they stand among `ids`.
+    `dataset`: the name of the set, "" if there is only one; `reward`: the index of the reward function in the pool.
+    `demonstrations`: one per sample of the group, the first for this prompt; empty if the model answers. `end`: as
+    `RewardInput.prompt_end`. `images`: the prompt's, and their places in `ids`.
     """
 
     prompt: Prompt
@@ -91,16 +89,16 @@ class PromptTask:
         return self.prompt.answer
 
     def images_in(self, token_ids: Sequence[int]) -> tuple[ImageRef, ...]:
-        """Return the images of a sequence that goes on from the prompt.
+        """Return the images of a sequence that begins with the prompt.
 
-        Raises RolloutError if it does not, where a loop has made other tokens of it: images are known by their places.
+        Raises RolloutError if a loop has changed the prompt's tokens: images are known by their places.
         """
         if self.images and list(token_ids[: len(self.ids)]) != self.ids:
-            raise RolloutError("a prompt with images has to begin a sequence with its own token ids")
+            raise RolloutError("a sequence with images must begin with the token ids of their prompt")
         return self.images
 
     def files(self) -> dict[str, bytes]:
-        """Return the files of the prompt's images by their hashes. Raises OSError if one is not there any more."""
+        """Return the files of the prompt's images by hash. Raises OSError if one is gone."""
         sources = zip(self.images, self.prompt.images, strict=True)
         return {image.hash: read_image(source) for image, source in sources}
 
@@ -130,7 +128,7 @@ class PromptTask:
 
 @dataclass
 class EvalSet:
-    """A held-out set: each problem gets one greedy response and `samples` others, sampled as the problem says.
+    """A held-out set: each problem gets one greedy response and `samples` sampled ones.
 
     `records`: one JSON object per response.
     """
@@ -178,14 +176,14 @@ class PromptSource:
         self._curriculum = (
             None if chosen.function is None else Curriculum(chosen.function, chosen.kwargs, self._weights)
         )
-        # Now, not when the first evaluation is due: a mistake in a set must not end a run that is under way.
+        # Load them here, not at the first evaluation: a mistake in a set must not end a running run.
         self.eval_toolboxes: dict[str, Toolbox] = {}  # of held-out sets by name; empty if the run has single turns
         self._held_out = [self._eval_set(each) for each in held_out_sets(config)]
         self.reset()
 
     def reset(self) -> None:
-        """Begin the order of the prompts: the groups of a run that resumes no history."""
-        self._drawn: dict[int, PromptTask] = {}  # of the groups that are not finished
+        """Reset the order of the prompts to the beginning of a new run."""
+        self._drawn: dict[int, PromptTask] = {}  # of unfinished groups
         first = self._weights if self._curriculum is None else self._curriculum.first_weights
         self._mixture = Mixture(first, self.config.run.seed)
         if self._curriculum is None:
@@ -210,11 +208,11 @@ class PromptSource:
 
     @property
     def skipped(self) -> int:
-        """The number of prompts that are left out because they are too long."""
+        """The number of prompts left out because they are too long."""
         return sum(each.skipped for each in self._sets)
 
     def draw(self, group_id: int) -> PromptTask:
-        """Return the problem of a group, the same one at every call; it is kept until the group is finished."""
+        """Return the problem of a group, the same at every call, cached until the group is finished."""
         if group_id in self._drawn:
             return self._drawn[group_id]
         index, draw = self._mixture.at(group_id)
@@ -250,9 +248,9 @@ class PromptSource:
 
     @cached_property
     def decode_all(self) -> Callable[[Sequence[Sequence[int]]], list[str]]:
-        """The function that returns the texts of several sequences without special tokens; any thread may call it.
+        """A thread-safe function that returns the texts of several sequences without special tokens.
 
-        Ask for it in the thread that encodes: it copies the tokenizer, which only a process that decodes needs.
+        Get it in the thread that encodes, because it copies the tokenizer.
         """
         return TokenDecoder(self.tokenizer).texts
 
@@ -292,26 +290,26 @@ class PromptSource:
         )
 
     def finish(self, group_id: int, rewards: Sequence[float]) -> None:
-        """Note the end of a group, and the rewards of its usable samples, for the curriculum."""
+        """Record the end of a group, and the rewards of its usable samples for the curriculum."""
         self._drawn.pop(group_id, None)
         if self._curriculum is not None:
             self._curriculum.finish(group_id, self.dataset(group_id), rewards)
 
     def rewards(self, groups: Iterable[int]) -> dict[int, float | None]:
-        """Return the mean rewards of finished groups, of which the curriculum learns at their commit; {} without one.
+        """Return the mean rewards of finished groups for the curriculum; {} without one.
 
-        After `finish` with these, a source goes on where this one was.
+        After `finish` with these, another source continues from here.
         """
         return {} if self._curriculum is None else {group: self._curriculum.reward(group) for group in groups}
 
     async def commit(
         self, groups: Iterable[int], steps: int, next_group: Callable[[], int], first_open: Callable[[], int]
     ) -> None:
-        """Note that the end of `groups` is committed, and let the curriculum choose the weights of the groups to come.
+        """Record the committed end of `groups`, and let the curriculum choose the weights of later groups.
 
-        `steps`: steps done; `next_group()`: the first group that has not been admitted; `first_open()`: the first one
-        that is not settled, whose problem and those after it can be asked for again. Raises ValueError if the
-        curriculum fails, and RolloutError if it takes longer than half of `timeouts.rpc_s`.
+        `steps`: steps done; `next_group()`: the first group not yet admitted; `first_open()`: the first unsettled one,
+        from which on problems may be drawn again. Raises ValueError if the curriculum fails, and RolloutError if it
+        takes longer than half of `timeouts.rpc_s`.
         """
         if self._curriculum is None:
             return
@@ -327,11 +325,11 @@ class PromptSource:
                 "it faster, or raise timeouts.rpc_s"
             ) from None
         self._mixture.reweight(next_group(), weights)
-        self._drawn.clear()  # groups that have not begun may have other problems now
+        self._drawn.clear()  # new weights may change the problems of groups that have not begun
         self._mixture.forget(first_open())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the order of the prompts depends on; the position in it is the group id."""
+        """Return the state of the prompt order; the position in it is the group id."""
         if not self.config.data.sets:
             return self._sets[0].cursor.state_dict()
         state = {
@@ -341,10 +339,10 @@ class PromptSource:
         return state if self._curriculum is None else state | {"progress": self._curriculum.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], next_group: int, steps: int, unsettled: int = 0) -> None:
-        """Go back to a saved state after `steps` steps, in which `next_group` is the first group that was not admitted.
+        """Go back to a saved state after `steps` steps; `next_group`: the first group not admitted by then.
 
-        `unsettled`: how many of the admitted groups are still to be trained. Weights that the config has changed since
-        apply from `next_group` on. Raises ValueError if a data set, the seed or the order is a different one.
+        `unsettled`: how many admitted groups are still to be trained. Weights changed in the config apply from
+        `next_group` on. Raises ValueError if a data set, the seed or the order differs.
         """
         self._drawn.clear()
         if bool(self.config.data.sets) != ("sets" in state):
@@ -368,7 +366,7 @@ class PromptSource:
 
 
 class _TrainingPrompts:
-    """One training set: its prompts that are not too long, in an order of its own."""
+    """A training set: its prompts that are not too long, in its own order."""
 
     def __init__(
         self,
@@ -408,7 +406,7 @@ class _TrainingPrompts:
 
     @property
     def skipped(self) -> int:
-        """The number of its rows that are left out because they are too long."""
+        """The number of rows left out because they are too long."""
         return self.encoder.skipped + (0 if self._shown is None else self._shown.skipped)
 
     def drawn(
@@ -416,8 +414,7 @@ class _TrainingPrompts:
     ) -> tuple[Prompt, list[int], tuple[ShownResponse, ...], tuple[ImageRef, ...]]:
         """Return the prompt of a group, its token ids, the demonstrations of its samples, and the prompt's images.
 
-        Each sample of a group of demonstrations has one of its own: group number `draw` takes as many rows as it has
-        samples.
+        A group of demonstrations takes one row per sample.
         """
         if self._shown is None:
             prompt = self.at(draw)

@@ -1,4 +1,4 @@
-"""The toolboxes of a run's data sets: what agent loops of one set share. Sets with the same tools share these."""
+"""The toolboxes of a run's data sets, each shared by the agent loops of a set. Sets with equal tools share these."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 10.0  # in which all tools have to close
-_KEPT_REFERENCES = {"http": {"token"}}  # arguments that the tool itself resolves, for each call
+CLOSE_S = 10.0  # time limit for closing all tools
+_KEPT_REFERENCES = {"http": {"token"}}  # arguments that the tool resolves itself, at each call
 LEFT_OUT = "{left_out}"  # in the note
 
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools of a data set by name, and what a loop needs to talk with the model about them.
+    """The tools of a data set by name, and what a loop needs to offer them to the model.
 
-    `run_dir`: the directory of the run, where the address of its gateway is; None if the loop does not act through it.
-    `max_model_len`: tokens of prompt and response together; None if it is not known. `images`: how the model is shown
-    images; None if it sees none.
+    `run_dir`: the run's directory, which has the address of the gateway; None if the run has no gateway.
+    `max_model_len`: tokens of prompt and response together; None if unknown. `images`: how images are shown; None
+    without vision.
     """
 
     dialogue: Dialogue
@@ -56,14 +56,11 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as chat templates and OpenAI's API take them."""
+        """The tools' schemas, as chat templates and OpenAI's API take them."""
         return [schema_of(tool) for tool in self.tools.values()]
 
     def shortened(self, text: str) -> str:
-        """Return a tool's answer within `agent.max_tool_output_chars`, cut as the config says, as encodable text.
-
-        The note about what is left out comes on top.
-        """
+        """Return a tool's answer as encodable text, cut to `agent.max_tool_output_chars` plus a note about the cut."""
         text = text.encode(errors="replace").decode()  # a tokenizer refuses half a surrogate pair
         most = self.bounds.max_tool_output_chars
         if len(text) <= most:
@@ -74,19 +71,19 @@ class Toolbox:
 
 
 class Toolboxes:
-    """Makes one toolbox for each data set, and closes the tools of all. None for single-turn runs."""
+    """Makes a toolbox for each data set (None for single-turn runs), and closes all tools."""
 
     def __init__(
         self, agent: AgentConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int],
         max_model_len: int | None = None, run_dir: Path | None = None, images: PromptImages | None = None,
     ) -> None:  # fmt: skip
-        """`max_model_len`: that of the engines, if it is known. `run_dir` and `images`: see `Toolbox`."""
+        """`max_model_len`: the engines', if known. `run_dir`, `images`: see `Toolbox`."""
         self._agent, self._tokenizer, self._stops = agent, tokenizer, stop_token_ids
         self._max_model_len, self._run_dir, self._images = max_model_len, run_dir, images
         self._made: dict[str, Tool] = {}
 
     def of(self, chosen: TrainSet | HeldOutSet) -> Toolbox | None:
-        """Return the toolbox of a set. Raises ValueError for tools, or a chat template, that cannot be used."""
+        """Return the toolbox of a set. Raises ValueError for unusable tools, or an unusable chat template."""
         if self._agent.loop == SINGLE_TURN:
             return None
         tools = [self._tool(tool, f"{chosen.key}.tools.{index}") for index, tool in enumerate(chosen.tools)]
@@ -108,7 +105,7 @@ class Toolboxes:
 
 
 async def close_tools(made: Sequence[Tool], timeout_s: float = CLOSE_S) -> None:
-    """End the processes and connections of all tools; one that fails, or takes longer, is logged."""
+    """End the processes and connections of all tools; log those that fail or take longer."""
     closing = [asyncio.ensure_future(tool.close()) for tool in made]
     if not closing:
         return
@@ -136,7 +133,7 @@ def make_toolbox(
     """
     names = [tool.name for tool in tools]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"several tools are called {repeated[0]!r}; give all but one a `name` of their own")
+        raise ValueError(f"several tools are called {repeated[0]!r}; give all but one another `name`")
     kwargs = chosen.data.chat_template_kwargs
     dialogue = Dialogue(tokenizer, stop_token_ids, kwargs)
     if agent.loop == TOOL_AGENT:
@@ -161,12 +158,12 @@ def make_tool(chosen: ToolConfig, key: str) -> Tool:
         return class_tool(chosen.kind, name=chosen.name, kwargs=resolved(chosen.kwargs, f"{key}.kwargs"))
     except (TypeError, ValueError, TimeoutError, StartError, SandboxError) as error:
         raise ValueError(f"{key}: {chosen.kind!r} cannot be made: {error}") from error
-    except Exception as error:  # whatever the values of its arguments lead to
+    except Exception as error:  # from the values of its arguments
         raise ValueError(f"{key}: {chosen.kind!r} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def _shipped(chosen: ToolConfig, kwargs: Mapping[str, Any]) -> Tool:
-    """Return a tool of megarl. Arguments of `python` are those of `PythonTool` and the fields of `Limits`."""
+    """Return one of megarl's tools. `python` takes the arguments of `PythonTool` and the fields of `Limits`."""
     named: dict[str, Any] = {} if chosen.name is None else {"name": chosen.name}
     if chosen.kind == "http":
         return HttpTool(**named, **kwargs)
@@ -176,7 +173,7 @@ def _shipped(chosen: ToolConfig, kwargs: Mapping[str, Any]) -> Tool:
 
 
 def _in_worker(chosen: ToolConfig, key: str) -> Tool:
-    """Return a class's object in this process."""
+    """Return an object of a tool's class in this process."""
     if chosen.kind in SHIPPED_TOOLS or not inspect.isclass(imported(chosen.kind, "the tool")):
         raise ValueError("in_worker is for tools that are classes: remove it")
     return made(chosen.kind, chosen.name, resolved(chosen.kwargs, f"{key}.kwargs"))

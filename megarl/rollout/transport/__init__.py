@@ -1,1 +1,1 @@
-"""Many small messages share few calls; each counts once."""
+"""Small messages share few Ray calls; each message counts once."""

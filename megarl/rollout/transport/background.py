@@ -12,8 +12,8 @@ from megarl.common.errors import RolloutError, clear_text
 logger = logging.getLogger(__name__)
 
 
-LOOK_S = 0.5  # between two looks at failures and lost replicas of those that wait for a change
-# A cancelled task ends in one or two turns of the event loop. A longer wait says that it ignores the cancellation.
+LOOK_S = 0.5  # a wait for a change checks for failures and lost replicas this often
+# A cancelled task ends in one or two turns of the event loop; one that takes longer ignores its cancellation.
 CANCEL_S = 10.0
 
 
@@ -49,7 +49,7 @@ class BackgroundTasks:
             raise self._failure
 
     async def await_change(self, left_s: float) -> None:
-        """Wait until `changed` is set from now on, LOOK_S at most. Raises TimeoutError if that takes `left_s`."""
+        """Wait until `changed` is set, LOOK_S at most. Raises TimeoutError after `left_s`."""
         self.changed.clear()
         try:
             async with asyncio.timeout(min(left_s, LOOK_S)):

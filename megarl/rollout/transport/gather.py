@@ -1,6 +1,6 @@
-"""What goes together in one call: what comes in one turn of the event loop, or messages of a bounded size.
+"""Batches of small things in one call: those of one turn of the event loop, or messages of a bounded size.
 
-A call between processes costs as much as 20 messages. One that was lost is made again, and counts once.
+A call between processes costs as much as 20 messages.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Answer = TypeVar("Answer")
 
 
 class Turn(Generic[Asked, Answer]):
-    """One call for all that join in the present turn of the event loop; `task` makes it in the next one."""
+    """One call for everyone who joins in the current turn of the event loop; `task` makes it in the next turn."""
 
     def __init__(self, call: Callable[[list[Asked]], Awaitable[Sequence[Answer]]]) -> None:
-        """`call`: returns the answers to what has joined, in the order of it."""
+        """`call`: returns the answers to what has joined, in order."""
         self.joined: list[Asked] = []
         self.open = True
         self.task = asyncio.get_running_loop().create_task(self._make(call))
@@ -33,29 +33,29 @@ class Turn(Generic[Asked, Answer]):
         return await call(self.joined)
 
     async def join(self, asked: Asked) -> Answer:
-        """Return the answer to something that is asked while this is `open`. Raises what the call has raised."""
+        """Join the call while it is `open`, and return the answer. Raises what the call raises."""
         position = len(self.joined)
         self.joined.append(asked)
-        return (await asyncio.shield(self.task))[position]  # the others wait on if this one is cancelled
+        return (await asyncio.shield(self.task))[position]  # the others still wait if this one is cancelled
 
 
 Sent = TypeVar("Sent")
 
-# Between two calls. Where thousands of loops are under way, the turn of
-# each of them takes seconds, and their messages would hardly ever meet within the shortest time.
+# Seconds between two calls. They grow with the number of running loops: with thousands, a turn of each takes seconds,
+# and few messages would meet within the shortest time.
 GATHER_S, GATHER_EACH_S, MOST_GATHER_S = 0.005, 4e-5, 0.2
-# Of one call, so that neither side is busy with it for long: 200,000 numbers are read in about 10 ms. Calls follow each
-# other: what does not fit into one waits for the next.
+# Bounds of one call, so that neither side is busy with it for long: 200,000 numbers are read in about 10 ms. The rest
+# waits for the next call.
 MOST_MESSAGES, MOST_SIZE = 512, 200_000
 
 
 def gathering_s(under_way: int) -> float:
-    """Return how long messages may gather where so many wait for an answer to theirs."""
+    """Return how long messages may gather while `under_way` senders wait for an answer."""
     return min(MOST_GATHER_S, GATHER_EACH_S * under_way)
 
 
 class Outbox(Generic[Sent]):
-    """Keeps messages in their order until a call takes them."""
+    """Keeps messages in order until a call takes them."""
 
     def __init__(
         self, under_way: Callable[[], int] = int, gather_s: float = GATHER_S,
@@ -80,10 +80,7 @@ class Outbox(Generic[Sent]):
         self._note_full()
 
     async def take(self, wait_s: float) -> list[Sent]:
-        """Return the first messages; wait until there is one, `wait_s` at most.
-
-        Others gather meanwhile, but not more than one call takes.
-        """
+        """Wait up to `wait_s` for a message, let others gather up to the bounds of a call, and return them."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._some.wait()
@@ -120,24 +117,19 @@ class Outbox(Generic[Sent]):
         self._full.clear()
 
 
-# Decoding of responses: those that end in one turn of the event loop are decoded together, in another thread.
-#
-# Decoding takes longer than all else that is done for a response, and the library lets other threads run meanwhile.
-
-
 class BatchDecoder:
-    """Collects token ids for the function `decode_all`, which returns their texts in order."""
+    """Decodes the responses that end in one turn of the event loop together, in another thread.
+
+    Decoding is the longest work per response, and the tokenizer releases the GIL.
+    """
 
     def __init__(self, decode_all: Callable[[Sequence[Sequence[int]]], list[str]], timeout_s: float) -> None:
-        """`timeout_s`: the longest time that a text may take, `timeouts.rpc_s` of the config."""
+        """`decode_all`: returns texts in the order of its arguments. `timeout_s`: per text (`timeouts.rpc_s`)."""
         self._decode_all, self._timeout_s = decode_all, timeout_s
         self._turn: Turn[Sequence[int], str] | None = None
 
     async def text(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids.
-
-        Raises what `decode_all` raises for the turn's token ids, and RolloutError if no text comes in time.
-        """
+        """Return the text of token ids. Raises what `decode_all` raises, and RolloutError after `timeout_s`."""
         if self._turn is None or not self._turn.open:
             self._turn = Turn(self._decode)
         try:

@@ -1,8 +1,8 @@
 """Small messages between a process and an actor, in both directions, which share few Ray calls.
 
-One call gives the actor messages, another one waits for its own. At most one of each kind is under way, so messages
-arrive in their order, and those that come while a call is under way share the next one. A call that may have been lost
-is repeated, and counts once. A Ray call costs as much time as 50 short tokens.
+One call gives messages to the actor, another one waits for the actor's. At most one of each kind runs, so messages
+arrive in order, and those that come during a call share the next one. A call that may have been lost is repeated, and
+counts once. A Ray call costs as much time as 50 short tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 Received = TypeVar("Received")
 
-POLL_S = 2.0  # the longest time for which an actor without messages lets the other side wait
-RETRY_S = 0.5  # until an actor that cannot be reached is called again
+POLL_S = 2.0  # an actor without messages answers after this time
+RETRY_S = 0.5  # between calls to an actor that cannot be reached
 
 
 class LinkLost(RolloutError):  # noqa: N818
@@ -31,9 +31,9 @@ class LinkLost(RolloutError):  # noqa: N818
 
 
 def fate_of_actor(error: BaseException) -> Literal["died", "cut", "lives"]:
-    """Return what has become of an actor whose call has raised `error`.
+    """Return the state of an actor whose call raised `error`; `cut`: the call may have reached it.
 
-    `cut`: it may have got the call. Ray's classes are known by their names, so that processes need not import Ray.
+    Ray's classes are recognized by name, so that processes need not import Ray.
     """
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if kinds & {"ActorUnavailableError"}:
@@ -42,17 +42,17 @@ def fate_of_actor(error: BaseException) -> Literal["died", "cut", "lives"]:
 
 
 def own_text(error: BaseException) -> str:
-    """Return the first line of the actor's own error, without the traceback in which Ray wraps it."""
+    """Return the first line of the actor's error, without the traceback in which Ray wraps it."""
     lines = str(getattr(error, "cause", None) or error).strip().splitlines()
     return lines[0] if lines else ""
 
 
-# Messages of an actor: a number that counts up, the messages, and what the actor waits for, the end of a sentence.
+# Messages of an actor: a number that counts up, the messages, and what the actor waits for, as the end of a sentence.
 Parcel: TypeAlias = tuple[int, tuple[Received, ...], str]
 
 
 class LinkServer(Generic[Sent]):
-    """The actor's side. It serves one link, the newest, and forgets what was for the one before."""
+    """The actor's side. It serves only the newest link, and forgets messages for earlier ones."""
 
     def __init__(
         self, receive: Callable[[Sequence[Any]], Awaitable[None]], under_way: Callable[[], int],
@@ -73,11 +73,11 @@ class LinkServer(Generic[Sent]):
         self._link, self._given = link, 0
         self.outbox: Outbox[Sent] = self._new_outbox()
         self._taking = asyncio.Lock()
-        self._taken, self._last = 0, tuple[Any, ...]()  # kept until the link has them: their call may have been lost
+        self._taken, self._last = 0, tuple[Any, ...]()  # kept until the link has them: the call may have been lost
         self._begun()
 
     async def give(self, number: int, messages: Sequence[Any], link: str = "") -> None:
-        """Take messages. `number`: of the call; one that was made twice counts once. `link`: the id of the link."""
+        """Take messages. `number`: of the call; a repeated call counts once. `link`: the id of the link."""
         if link != self._link:
             self._begin(link)
         if number > self._given:
@@ -85,10 +85,10 @@ class LinkServer(Generic[Sent]):
             await self._receive(messages)
 
     async def take(self, seen: int, wait_s: float, link: str = "") -> Parcel[Any]:
-        """Return messages: at once if there are any, after `wait_s` at the latest.
+        """Return messages: at once if there are any, else after up to `wait_s`.
 
-        `seen`: the number of the last ones that the link has; later ones were lost on their way, and are repeated.
-        Raises RolloutError if another link has begun.
+        `seen`: the last number that the link has; if later messages were lost, they are returned again. Raises
+        RolloutError if another link has begun.
         """
         async with self._taking:
             messages = await self.outbox.take(wait_s) if link == self._link and seen == self._taken else None
@@ -100,7 +100,7 @@ class LinkServer(Generic[Sent]):
 
 
 class LinkClient(Generic[Sent]):
-    """The other side: sends messages and hands the actor's on, from `open` to `close` or to its loss."""
+    """The other side: sends messages and passes on the actor's, from `open` to `close` or to the actor's loss."""
 
     def __init__(
         self, name: str, actor: Any, rpc_s: float, receive: Callable[[Sequence[Any]], Awaitable[None]],  # noqa: ANN401  # Ray does not know the methods of actors
@@ -117,7 +117,7 @@ class LinkClient(Generic[Sent]):
         self._name, self.actor, self._rpc_s, self._receive, self._lost = name, actor, rpc_s, receive, lost
         self._outbox: Outbox[Sent] = Outbox(under_way, gather_s, size_of)
         self._link = (link,) if link else ()
-        self._given, self._is_known = 0, not link  # the actor knows a link by what it is given
+        self._given, self._is_known = 0, not link  # the actor knows a link once it was given something
         self._giving = asyncio.Lock()
         self._polls, self._given_some, self._who = polls, asyncio.Event(), who
         self._drops = 0
@@ -126,12 +126,12 @@ class LinkClient(Generic[Sent]):
         self._is_lost = False
 
     def open(self) -> None:
-        """Begin to send and to receive."""
+        """Start to send and receive."""
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._watched(each)) for each in (self._give, self._take)]
 
     def close(self) -> None:
-        """Send and receive nothing more."""
+        """Stop sending and receiving."""
         for task in self._tasks:
             task.cancel()
 
@@ -140,9 +140,9 @@ class LinkClient(Generic[Sent]):
         self._outbox.put(message)
 
     async def drop(self) -> None:
-        """Have the actor forget everything by its method `drop`, and what was to be sent. It is lost if it cannot."""
+        """Forget unsent messages, and have the actor forget everything by its method `drop`; else it is lost."""
         try:
-            async with self._giving:  # nothing that was sent before arrives later
+            async with self._giving:  # so no earlier message arrives later
                 self._drops += 1
                 self._outbox.clear()
                 await self._call("drop", limit_s=self._rpc_s)
@@ -187,7 +187,7 @@ class LinkClient(Generic[Sent]):
                 await self._receive(messages)
 
     async def _call(self, method: str, *args: object, limit_s: float) -> Any:  # noqa: ANN401  # of any method
-        """Call a method of the actor, again while it cannot be reached. Raises LinkLost after `limit_s`."""
+        """Call a method of the actor, repeatedly while it cannot be reached. Raises LinkLost after `limit_s`."""
         deadline = time.monotonic() + limit_s
         while True:
             try:
@@ -200,5 +200,5 @@ class LinkClient(Generic[Sent]):
                 if fate_of_actor(error) != "cut":
                     what = f"{type(error).__name__}: {own_text(error)}"
                     raise LinkLost(f"{self._name} has failed: {what}") from error
-            logger.warning("%s cannot be reached and is asked again", self._name)
+            logger.warning("%s cannot be reached; trying again", self._name)
             await asyncio.sleep(RETRY_S)

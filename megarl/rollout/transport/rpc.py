@@ -1,4 +1,4 @@
-"""Calls of methods of a replica, which are messages of a link; and calls of any actor that run once."""
+"""Calls to a replica's methods as messages of a link, and calls to any actor that run exactly once."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from megarl.rollout.transport.link import LinkClient, LinkLost, LinkServer, fate
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-# Calls that a client may send several times and that run once: an idempotency key names each of them.
-
-KEPT = 64  # answers; a client sends a call again only as long as it waits for that call
+KEPT = 64  # answers; a client repeats a call only while it waits for it
 
 
 class AnsweredCalls:
-    """Runs each call once, and gives its answer to everyone who sends the same key.
+    """Runs each call once, and gives its answer to everyone who sends the same idempotency key.
 
-    If the network is cut while a call is on its way, its sender cannot know whether it has run. It sends it again.
+    A sender that loses the network during a call cannot know whether it ran, and sends it again.
     """
 
     def __init__(self, kept: int = KEPT) -> None:
-        """`kept`: the number of answers that are remembered, in addition to those of calls that still run."""
+        """`kept`: how many answers to remember, besides those of running calls."""
         self._kept = kept
         self._calls: dict[str, asyncio.Future[Any]] = {}
 
@@ -37,7 +35,7 @@ class AnsweredCalls:
         if (task := self._calls.get(key)) is None:
             task = self._calls[key] = asyncio.ensure_future(run())
             self._forget()
-        # The call goes on if the one who waits for its answer is cancelled.
+        # The call continues if its caller is cancelled.
         return await asyncio.shield(task)
 
     def _forget(self) -> None:
@@ -84,12 +82,12 @@ class RpcServer:
 
 
 def _sendable(error: BaseException) -> Exception:
-    """Return an error that another process can read: our own ones, and the text of others."""
+    """Return an error that another process can unpickle: a RolloutError, or the text of others."""
     return error if isinstance(error, RolloutError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class RpcClient:
-    """The controller's side: the calls of one replica that wait for an answer. Each caller has its own time limit."""
+    """The controller's side: open calls to one replica. Each caller has its own time limit."""
 
     def __init__(self, name: str, replica: Any, rpc_s: float) -> None:  # noqa: ANN401  # Ray does not know the methods of actors
         """`replica`: an actor with the methods of `RpcServer.link`. `name`, `rpc_s`: see `LinkClient`."""
@@ -99,7 +97,7 @@ class RpcClient:
         self._link: LinkClient[Call] | None = None
 
     async def call(self, method: str, *args: object) -> Any:  # noqa: ANN401  # of any method
-        """Return what the method returns. Raises what it raised, and LinkLost if the replica has died or is silent."""
+        """Return what the method returns. Raises what it raises, and LinkLost if the replica died or is silent."""
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         self._open[number] = future
         if self._link is None:
@@ -115,7 +113,7 @@ class RpcClient:
             self._open.pop(number, None)
 
     def close(self) -> None:
-        """End the link, unless somebody waits for an answer: then it ends when the actor does."""
+        """End the link, unless calls are open: then it ends with the actor."""
         if self._link is not None and not self._open:
             self._link.close()
             self._link = None
@@ -131,19 +129,19 @@ class RpcClient:
                 future.set_result(result)
 
     def _lose(self, error: LinkLost) -> None:
-        """Raise the loss to all that wait; the next call tries another link."""
+        """Raise the loss in all open calls; the next call opens another link."""
         self._link = None
         for future in self._open.values():
             if not future.done():
                 future.set_exception(error)
 
 
-# Every turn of a loop makes some of these calls, so they share Ray calls; and their order is kept.
+# Every turn of a loop makes some of these calls, so they share Ray calls and keep their order.
 _SHARED = frozenset({"generate", "report", "end"})
 
 
 def as_rollout_error(index: int, method: str, error: BaseException, where: str) -> RequestFailed | ReplicaFailed:
-    """Convert what an actor call raised: the replica's own error, which Ray wraps, or the death of the actor.
+    """Convert what an actor call raised: the replica's error, which Ray wraps, or the death of the actor.
 
     `where`: where the replica's log is.
     """
@@ -164,7 +162,7 @@ def as_rollout_error(index: int, method: str, error: BaseException, where: str) 
 
 
 class ReplicaClient:
-    """Calls the methods of one actor; the actor that replaces it has another client. `where`: where its log is."""
+    """Calls the methods of one actor; a replacement gets another client. `where`: where its log is."""
 
     def __init__(self, index: int, actor: ActorHandle, rpc_s: float, where: str) -> None:
         """`rpc_s`: how late the answers to shared calls may be."""
@@ -172,11 +170,11 @@ class ReplicaClient:
         self._shared = RpcClient(f"replica {index}", actor, rpc_s)
 
     def close(self) -> None:
-        """Record that the actor is called no more. Calls that wait for it fail when it has ended."""
+        """Record that the actor gets no more calls. Open calls fail when it ends."""
         self._shared.close()
 
     async def call(self, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
-        """Call a method and return its result, whose type is the method's.
+        """Call a method and return its result.
 
         Raises RequestFailed for a request that the engine refused, ReplicaFailed for any other failure and after
         `timeout_s`.

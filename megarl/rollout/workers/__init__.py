@@ -1,1 +1,1 @@
-"""Agent workers: processes alongside the pool that run the loops of prompt groups for the controller."""
+"""Agent workers: processes that run the loops of prompt groups for the controller."""

@@ -1,4 +1,4 @@
-"""AgentWorker: the process of an agent worker, an async Ray actor that the controller owns and with which it ends."""
+"""AgentWorker: an agent worker's process, an async Ray actor that the controller owns and that ends with it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from megarl.telemetry.trace.lines import worker_process
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-CALLS = 16  # at once: one of each kind, and those that are repeated
+CALLS = 16  # at once: one of each kind, and repeated ones
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Holds what a worker is made from. `cwd`: see RolloutController."""
+    """The arguments of a worker. `cwd`: see RolloutController."""
 
     pool: ReplicaSpec
     index: int
@@ -52,7 +52,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class _Texts:
-    """The tools, the toolboxes of the training and of the held-out sets by name, and what decodes responses."""
+    """The tools, the toolboxes of training and held-out sets by name, and the decoder of responses."""
 
     tools: Toolboxes
     training: Mapping[str, Toolbox]
@@ -61,7 +61,7 @@ class _Texts:
 
 
 def create_worker(spec: WorkerSpec, kind: type[AgentWorker]) -> ActorHandle:
-    """Create the actor, not started, on a rollout node; with several of these, workers are spread over them."""
+    """Create, but do not start, the actor on a rollout node; workers are spread over the rollout nodes."""
     import ray
 
     options = {"resources": {ROLLOUT_RESOURCE: 1}, "num_cpus": 0, "max_concurrency": CALLS}
@@ -104,7 +104,7 @@ class AgentWorker:
         spec.pool.watch_supervisor()
 
     async def start(self) -> None:
-        """Load tokenizer, tools and loop, start the reward processes."""
+        """Load tokenizer, tools and loop, and start the reward processes."""
         config = self.config
         self._rewards = reward_pool(
             reward_functions(config), config.reward, config.timeouts.engine_start_s,
@@ -148,7 +148,7 @@ class AgentWorker:
         await self._loops.link.give(number, messages)
 
     async def take(self, seen: int, wait_s: float) -> Parcel[ToController]:
-        """See `LinkServer.take`. Raises what has ended the sending of the loops' records."""
+        """See `LinkServer.take`. Raises the error of the task that sends the loops' records, if it failed."""
         if self._passing.done():
             self._passing.result()
         return await self._loops.link.take(seen, wait_s)
@@ -156,7 +156,7 @@ class AgentWorker:
     async def drop(self) -> None:
         """See `WorkerLoops.drop`."""
         await self._loops.drop()
-        gc.collect()  # nothing waits now
+        gc.collect()  # while nothing waits
 
     async def shutdown(self) -> None:
         """End the groups, the tools and the reward processes."""

@@ -1,7 +1,7 @@
-"""Messages between the controller and an agent worker about the loops that the worker runs. Pure.
+"""Messages between the controller and an agent worker about the worker's loops. Pure.
 
-Each message names a run: one attempt of one worker at a job. The numbers of runs are never used twice, so a message of
-a run that is over, of another worker or of a history that the trainer has left changes nothing.
+Each message names a run: one attempt of one worker at a job. Run numbers are never reused, so a message from a run that
+is over, another worker or an abandoned history has no effect.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.resume.group_progress import FrozenLoop, RequestPlace, UnfinishedGroup
 
-START = 800  # of the start of one loop, which is much work
-PLAIN = 64  # the size of a message without tokens, where a token, and a log-prob, has size 1
+START = 800  # size of the start of one loop, which is much work
+PLAIN = 64  # size of a message without tokens; a token and a log-prob each have size 1
 
 
 @dataclass(frozen=True)
 class SentFailure:
-    """An exception that has crossed a process: the name of its type, its text, and the replica that it names."""
+    """An exception sent to another process: the name of its type, its text, and its replica."""
 
     kind: str
     text: str
@@ -32,11 +32,11 @@ class SentFailure:
 
     @classmethod
     def of(cls, error: BaseException) -> SentFailure:
-        """Return what is sent of an exception."""
+        """Return an exception's content."""
         return cls(type(error).__name__, str(error), getattr(error, "replica", -1))
 
     def exception(self) -> Exception:
-        """Return an exception of the same type; of one that only the other process has, one with the same name."""
+        """Return an exception of the same type, or a new type of that name if only the other process has it."""
         if self.kind == NoReplicaLeft.__name__:
             return NoReplicaLeft(self.replica, self.text)
         if self.kind in _KNOWN:
@@ -52,9 +52,9 @@ _KNOWN: dict[str, type[Exception]] = {
 
 @dataclass(frozen=True)
 class Start:
-    """To the worker: run the loops of a job. `kept`: what they had in another worker, or in a run before.
+    """To the worker: run the loops of a job. `kept`: their progress in an earlier worker or attempt.
 
-    `deadline`: that of a group, as `GroupDeadline.sent`, which counts from its first start.
+    `deadline`: the group's, as `GroupDeadline.sent`; it counts from the group's first start.
     """
 
     run: int
@@ -71,7 +71,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Answered:
-    """To the worker: the response to the request at a place, or the end of the `Persist` of a number; or a failure."""
+    """To the worker: the response to the request at a place, or the end of a `Persist` by number; or a failure."""
 
     run: int
     key: RequestPlace | int
@@ -86,7 +86,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Drop:
-    """To the worker: end the loops of a run, and forget it."""
+    """To the worker: end a run's loops, and forget it."""
 
     run: int
     size = PLAIN
@@ -94,9 +94,9 @@ class Drop:
 
 @dataclass(frozen=True)
 class Asked:
-    """To the controller: a request of a loop. `near`: the replica that has its beginning in the cache.
+    """To the controller: a loop's request. `near`: the replica with its beginning in the cache.
 
-    `prompt`: a digest of its prompt (`prompt_digest`).
+    `prompt`: the digest of its prompt (`prompt_digest`).
     """
 
     run: int
@@ -127,10 +127,7 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Persist:
-    """To the controller: `Answered` is to be sent when the records of the run so far outlive the worker.
-
-    Those of a group are on the disk then.
-    """
+    """To the controller: send `Answered` once the run's records so far outlive the worker (a group's: on disk)."""
 
     run: int
     number: int
@@ -139,9 +136,9 @@ class Persist:
 
 @dataclass(frozen=True)
 class Ended:
-    """To the controller: all loops of the run have ended. `result`: what `LoopHost` returns for its job, or raises.
+    """To the controller: all loops of the run have ended. `result`: what `LoopHost` returned or raised for its job.
 
-    `stats`: what was measured of the samples.
+    `stats`: measurements of the samples.
     """
 
     run: int

@@ -1,7 +1,7 @@
-"""The loops of an agent worker, which the controller gives to it and takes news of.
+"""The loops that the controller gives to an agent worker.
 
-Requests go to the controller, which has the engines, and so do the records of the loops: a worker that is started in
-place of a dead one goes on from there.
+Their requests go to the controller, which has the engines, and so do their records: the replacement of a dead worker
+continues from there.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from megarl.rollout.workers.messages import (
 
 logger = logging.getLogger(__name__)
 
-FREEZE_S = 0.5  # by which the controller's records of the loops may be behind
-SLICE = 8  # messages that are handled at once: each lets a loop go on, which computes for about a millisecond
-RECORDS_AT_ONCE = 512  # that are sent, between which other tasks run
+FREEZE_S = 0.5  # how old the controller's records of the loops may be
+SLICE = 8  # messages handled at once: each wakes a loop, which computes for about a millisecond
+RECORDS_AT_ONCE = 512  # sent before other tasks run
 
 
 class WorkerRun(LoopRun):
-    """A job in a worker: its requests go to the controller, and what has to be kept too. `task` runs it."""
+    """A job in a worker: its requests and records go to the controller. `task` runs it."""
 
     task: asyncio.Task[None]
 
@@ -52,10 +52,10 @@ class WorkerRun(LoopRun):
         self.number, self._outbox = start.run, outbox
         self._waiting: dict[RequestPlace | int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
-        self._sent: set[str] = set()  # the images of tools that the controller has
+        self._sent: set[str] = set()  # images of tools that the controller has
 
     def send_records(self, samples: set[int] | None = None) -> int:
-        """Send the records of loops that have changed, of these `samples` or of all; return how many these are."""
+        """Send the changed records of loops, of `samples` or of all; return how many."""
         progress = self.progress
         changed = progress.changed if samples is None else progress.changed & samples
         for sample in sorted(changed):
@@ -66,7 +66,7 @@ class WorkerRun(LoopRun):
 
     async def generate(self, request: GenerateRequest, place: RequestPlace, near: int | None) -> GenerateResult:
         """See `LoopRun.generate`."""
-        self.send_records({place[0]})  # before it, so no client has a response to an unknown turn
+        self.send_records({place[0]})  # first, so that no response belongs to an unknown turn
         answer = self._waiting[place] = asyncio.get_running_loop().create_future()
         if request.files:
             hashes = [image.hash for image in request.images]
@@ -86,7 +86,7 @@ class WorkerRun(LoopRun):
         await written
 
     def receive(self, message: Answered) -> None:
-        """Give a loop that still waits what the controller says, or raise there what has failed."""
+        """Pass the controller's answer to the waiting loop, or raise its failure there."""
         future = self._waiting.pop(message.key, None)
         if future is None or future.done():
             return
@@ -100,7 +100,7 @@ class WorkerLoops:
     """Runs the jobs that the controller gives to the worker by `link`."""
 
     def __init__(self, host: LoopHost, waiting: Callable[[], str] = str) -> None:
-        """`waiting`: what the reward processes work on, the end of a sentence."""
+        """`waiting`: what the reward processes work on, as the end of a sentence."""
         self._host = host
         self._runs: dict[int, WorkerRun] = {}
         self.link: LinkServer[ToController] = LinkServer(self._receive, self.under_way, waiting=waiting)
@@ -112,7 +112,7 @@ class WorkerLoops:
     async def _receive(self, messages: Sequence[ToWorker]) -> None:
         """Take messages of the controller."""
         for count, message in enumerate(messages):
-            if count % SLICE == 0:  # each of them lets loops go on
+            if count % SLICE == 0:
                 await asyncio.sleep(0)
             if isinstance(message, Start):
                 run = self._runs[message.run] = WorkerRun(message, self.link.outbox)

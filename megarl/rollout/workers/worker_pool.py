@@ -1,8 +1,8 @@
-"""The loops that agent workers run: which worker has which, and what happens to them when one is lost.
+"""Distributes loops over agent workers, and moves them when a worker is lost.
 
-Every job is with exactly one worker, or waits for one. The controller keeps the requests, the tokens and the records of
-its loops (`RemoteRun`), so that they go on in another worker if theirs is lost. What a lost worker says later is of a
-run that is over.
+Every job belongs to exactly one worker, or waits for one. The controller keeps the requests, tokens and records of its
+loops (`RemoteRun`), so that they continue in another worker if theirs is lost. Later messages of a lost worker belong
+to a run that is over.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_LOST = 5  # workers with which one job may be lost; it may be what kills them
-START_ATTEMPTS = 3  # of a worker in place of a lost one
+MOST_LOST = 5  # workers lost with one job, which may be what kills them
+START_ATTEMPTS = 3  # to replace a lost worker
 RETRY_S = 5.0
-SLICE = 32  # messages that are handled at once, each of which may begin a call to an engine
+SLICE = 32  # messages handled at once, each of which may start a call to an engine
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class _Request:
 
 
 class RemoteRun:
-    """A run whose loops workers have, from the first worker to the last.
+    """A run whose loops are in workers, from the first worker to the last.
 
-    All of it stays when a worker dies. Requests that are open go on, and another worker that asks for the same is given
-    their responses. `ended` is what a worker says of the loops' end, or raises what has failed there.
+    Nothing is lost when a worker dies. Open requests continue, and the next worker gets their responses when it asks
+    for them. `ended`: the result of the loops, or the error they raised in the worker.
     """
 
     def __init__(self, run: LoopRun) -> None:
         self.run, self.progress = run, run.progress
-        self.number = -1  # of the run of the present worker; -1 while there is none
+        self.number = -1  # of the current worker's run; -1 without a worker
         self.worker: int | None = None
         self.lost_workers = 0
         self.ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -83,17 +83,17 @@ class RemoteRun:
         return self.run.job.evaluated is None
 
     def assign(self, worker: int, number: int) -> Start:
-        """Give the loops to a worker; return the message with which it goes on from what there is."""
+        """Give the loops to a worker; return the message from which it continues."""
         self.worker, self.number = worker, number
         begun, deadline = self.progress.begun(), self.run.deadline
-        # It has to know the turns that have ended. The others it asks for, and gets their tokens when they end.
+        # It must know the turns that have ended. It asks for the others, and gets their tokens when they end.
         ended = {place: each for place, each in begun.responses.items() if each.tokens.finish_reason is not None}
         sent = None if deadline is None else deadline.sent(time.monotonic())
         job = replace(self.run.job, prompt=self.run.job.prompt.without_files())
         return Start(number, job, replace(begun, responses=ended), sent)
 
     def take_away(self) -> None:
-        """Note that the worker is lost."""
+        """Record that the worker is lost."""
         self.worker, self.number = None, -1
         self.lost_workers += 1
 
@@ -104,7 +104,7 @@ class RemoteRun:
             self.progress.record(message.sample, message.loop)
 
     def ask(self, message: Asked, send: Callable[[ToWorker], None]) -> None:
-        """Have engines answer a request, or take the answer that is on its way, or there, for an earlier worker."""
+        """Have engines answer a request, unless an earlier worker has asked for it: then use that answer."""
         found = self._requests.get(message.place)
         if found is None or found.prompt != message.prompt:
             begun = asyncio.get_running_loop().create_task(self._respond(message, again=found is not None))
@@ -113,12 +113,12 @@ class RemoteRun:
 
     async def _respond(self, message: Asked, *, again: bool) -> GenerateResult:
         request = message.request
-        if again:  # an engine may still work on the earlier one, which had another prompt
+        if again:  # an engine may still work on the earlier request, which had another prompt
             self._renamed += 1
             request = replace(request, request_id=f"{request.request_id}.{self._renamed}")
         self.progress.begin(request, message.place, message.prompt)
         result = await self.run.generate(request, message.place, message.near)
-        # That of an evaluation shares its call, which keeps no tokens: another worker needs the turns that have ended.
+        # Requests of evaluations share calls, which keep no tokens; the next worker needs the turns that have ended.
         part = ResponsePart(
             result.response_ids, result.logprobs, result.versions, result.finish_reason, routes=result.routes
         )
@@ -135,17 +135,17 @@ class RemoteRun:
         send(Answered(message.run, message.place, None if failure is not None else response.result(), failure))
 
     def close(self) -> None:
-        """Wait for nothing more."""
+        """Cancel everything that is open."""
         for each in self._requests.values():
             each.response.cancel()
         if not self.ended.done():
             self.ended.cancel()
         elif not self.ended.cancelled():
-            self.ended.exception()  # it need not be requested any more
+            self.ended.exception()  # nobody else retrieves it
 
 
 class WorkerPool:
-    """Runs loops in workers as a `LoopHost` runs them here; starts workers in place of lost ones."""
+    """Runs loops in workers, with the interface of `LoopHost`; replaces lost workers."""
 
     def __init__(
         self,
@@ -161,13 +161,13 @@ class WorkerPool:
         self._start, self._end, self._notify = start, end, notify
         self._clients: dict[int, LinkClient[ToWorker]] = {}
         self._runs: dict[int, RemoteRun] = {}
-        self._loops: Counter[int | None] = Counter()  # of those runs, by worker
+        self._loops: Counter[int | None] = Counter()  # by worker
         self._without_worker: deque[RemoteRun] = deque()
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting: set[int] = set()
         self._closed = False
-        self.lost = self.redone = 0  # workers, and groups that went on elsewhere, since the last `take_metrics`
+        self.lost = self.redone = 0  # lost workers, and groups moved to others, since the last `take_metrics`
 
     async def start(self) -> None:
         """Start all workers. Raises what the first one that does not start raises."""
@@ -176,7 +176,7 @@ class WorkerPool:
             self._open(index, actor)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the declared metrics of workers since the last call."""
+        """Return the metrics of workers since the last call."""
         lost, redone, self.lost, self.redone = self.lost, self.redone, 0, 0
         return {
             "rollout/workers_alive": len(self._clients),
@@ -185,7 +185,7 @@ class WorkerPool:
         }
 
     def waiting(self) -> str:
-        """Describe what the workers work on, as the end of a sentence."""
+        """Return what the workers work on, as the end of a sentence."""
         parts = []
         for index, client in self._clients.items():
             runs = [run for run in self._runs.values() if run.worker == index]
@@ -197,10 +197,10 @@ class WorkerPool:
         return "".join(parts)
 
     async def run_group(self, run: LoopRun) -> list[Trajectory]:
-        """See `LoopHost.run_group`. The loops go on in another worker if theirs is lost.
+        """See `LoopHost.run_group`. The loops continue in another worker if theirs is lost.
 
         Raises what a loop raised, LostWithWorkers if several workers were lost with the group, NoWorkerLeft if there is
-        none and none is coming.
+        no worker and none is coming.
         """
         rows: list[Trajectory] = await self._run(run)
         return rows
@@ -257,13 +257,13 @@ class WorkerPool:
         return None if remote.worker is None else self._clients.get(remote.worker)
 
     async def _assign_waiting(self) -> None:
-        """Give away what waits for a worker, one after the other: what they have is written for each."""
+        """Assign the waiting loops, one run per turn of the event loop: each is written out in full."""
         while self._without_worker and (self._clients or not self._starting):
             self._assign(self._without_worker.popleft())
             await asyncio.sleep(0)
 
     def _assign(self, remote: RemoteRun) -> None:
-        """Give loops to the worker that has the fewest."""
+        """Give loops to the worker with the fewest."""
         if not self._clients:
             if not self._starting:
                 remote.ended.set_exception(NoWorkerLeft("no agent worker is left, see RUN_DIR/logs/worker-*.log"))
@@ -277,7 +277,7 @@ class WorkerPool:
         self._clients[index].send(remote.assign(index, number))
 
     def _leave(self, remote: RemoteRun) -> None:
-        """Note that no worker has the loops any more."""
+        """Record that no worker has the loops."""
         if self._runs.pop(remote.number, None) is not None:
             self._loops[remote.worker] -= len(remote.run.job.samples)
 
@@ -297,7 +297,7 @@ class WorkerPool:
     def _handle(self, remote: RemoteRun, message: ToController) -> None:
         if isinstance(message, Asked):
             client = self._client_of(remote)
-            assert client is not None  # the run is of a worker that lives
+            assert client is not None  # the run belongs to a live worker
             remote.ask(message, client.send)
         elif isinstance(message, Frozen):
             remote.freeze(message)
@@ -306,7 +306,7 @@ class WorkerPool:
         else:
             self._leave(remote)
             remote.run.stats.add(message.stats)
-            if remote.ended.done():  # its waiters are being cancelled
+            if remote.ended.done():  # it was cancelled
                 return
             if isinstance(message.result, SentFailure):
                 remote.ended.set_exception(message.result.exception())
@@ -323,7 +323,7 @@ class WorkerPool:
             client.send(Answered(message.run, message.number, None, failure))
 
     def _lose(self, index: int, client: LinkClient[ToWorker], error: LinkLost) -> None:
-        """Let other workers go on with the loops of a lost one, and start another one in its place."""
+        """Move the loops of a lost worker to the others, and replace it."""
         if self._closed or self._clients.get(index) is not client:
             return
         del self._clients[index]
@@ -331,8 +331,8 @@ class WorkerPool:
         self._starting.add(index)
         lost = [remote for remote in self._runs.values() if remote.worker == index]
         groups = sum(remote.is_group for remote in lost)
-        logger.warning("%s; its %d groups go on elsewhere", error, groups)
-        events.fault("agent_worker", f"{error}; its {groups} groups go on elsewhere")
+        logger.warning("%s; its %d groups continue elsewhere", error, groups)
+        events.fault("agent_worker", f"{error}; its {groups} groups continue elsewhere")
         self.lost += 1
         for remote in lost:
             self._leave(remote)
@@ -364,7 +364,7 @@ class WorkerPool:
                         await asyncio.sleep(RETRY_S)
         finally:
             self._starting.discard(index)
-        left = "the others go on without it" if self._clients else "there is no other one"
+        left = "the others continue without it" if self._clients else "there is no other one"
         self._notify(f"{reason}; no agent worker could be started in its place in {START_ATTEMPTS} attempts: {left}")
         await self._assign_waiting()
 
@@ -377,7 +377,7 @@ class WorkerPool:
 def make_worker_pool(
     workers: int, timeouts: TimeoutsConfig, pool: ReplicaSpec, cwd: str, kind: type[AgentWorker]
 ) -> WorkerPool:
-    """Return the pool of workers that are not started. `kind`: the class of a worker; the rest is in `WorkerSpec`."""
+    """Return an unstarted pool of workers of class `kind`; `pool`, `cwd`: see `WorkerSpec`."""
     import ray
 
     async def start(index: int) -> ActorHandle:

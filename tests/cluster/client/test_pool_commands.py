@@ -101,7 +101,7 @@ def test_the_controller_is_called_and_its_answer_returned(tmp_path: Path, contro
 @pytest.mark.parametrize(
     ("fails", "message"),
     [
-        (RolloutError("there is no replica 9; there are 0, 1"), "there is no replica 9; there are 0, 1"),
+        (RolloutError("there is no replica 9; the replicas are 0, 1"), "there is no replica 9; the replicas are 0, 1"),
         (PartsLost("the rollout controller and its queue have ended"), "the rollout controller and its queue have"),
         (ray.exceptions.ActorDiedError(), "The actor died"),
         (ray.exceptions.GetTimeoutError("late"), "waited 5 s for the rollout controller of .*: `megarl pool list`"),

@@ -77,7 +77,7 @@ class OtherTokens:
 
 
 def test_a_loop_that_moves_the_images_is_refused(config: Config, tmp_path: Path) -> None:
-    with pytest.raises(RolloutError, match="begin a sequence with its own token ids"):
+    with pytest.raises(RolloutError, match="must begin with the token ids of their prompt"):
         run(config, Seen(tmp_path / "b.png"), OtherTokens())
 
 

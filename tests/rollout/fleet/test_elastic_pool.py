@@ -91,7 +91,7 @@ async def test_a_response_goes_on_elsewhere_from_its_last_token_and_does_not_cou
     pool = Pool(fleet)
     response = await begun(fleet, first)
     done = await (pool.elastic.drain(5) if how == "drain" else pool.elastic.remove(5))
-    assert "1 responses went on elsewhere" in done
+    assert "1 responses continue elsewhere" in done
     [result] = await response
     moved = len(result.response_ids) - 2
     assert result.response_ids == [5] * (moved - 2) + [7, 7, 6, 6] and result.finish_reason == "stop"
@@ -127,7 +127,7 @@ async def test_a_removed_replica_ends_after_the_publication_that_is_being_made()
     fleet.admit_joining()
     await asyncio.sleep(2 * elastic_pool.LOOK_S)
     assert pool.ended == [replicas[1]] and fleet.members == fleet.serving == [0]
-    with pytest.raises(RolloutError, match="there is no replica 1; there are 0"):
+    with pytest.raises(RolloutError, match="there is no replica 1; the replicas are 0"):
         await pool.elastic.drain(1)
 
 
@@ -170,10 +170,10 @@ async def test_all_others_lost_while_a_new_one_waits_for_its_weights_asks_for_a_
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda elastic: elastic.drain(7), "there is no replica 7; there are 0, 1"),
-        (lambda elastic: elastic.remove(-1), "there is no replica -1; there are 0, 1"),
+        (lambda elastic: elastic.drain(7), "there is no replica 7; the replicas are 0, 1"),
+        (lambda elastic: elastic.remove(-1), "there is no replica -1; the replicas are 0, 1"),
         (lambda elastic: elastic.undrain(0), "replica 0 is not drained; it is serving"),
-        (lambda elastic: elastic.drain(1), "replica 1 is drained already"),
+        (lambda elastic: elastic.drain(1), "replica 1 is already drained"),
         (lambda elastic: elastic.drain(0), "replica 0 cannot be drained: no other replica serves training now"),
         (lambda elastic: elastic.remove(0), "replica 0 cannot be removed: no other replica serves training now"),
         (lambda elastic: elastic.add(0), "0 engines cannot be added: give a number of at least 1"),
@@ -217,14 +217,14 @@ async def test_a_replica_without_a_place_leaves_the_pool_and_comes_back_under_a_
     await pool.elastic.tend()
     await pool.elastic.tend()
     [message] = pool.messages
-    assert "goes on with 1 engines; 1 that were lost are started again as soon as there is room" in message
+    assert "continues with 1 engines; 1 lost ones are started again as soon as there is room" in message
     pool.room = 4
     pool.elastic._look_at = 0.0
     await asyncio.sleep(0.05)  # in which the look that found no place ends
     await pool.elastic.tend()
     while fleet.table.missing:
         await asyncio.sleep(0.01)
-    assert pool.room == 3 and "1 engines that were lost are up again" in pool.messages[-1]
+    assert pool.room == 3 and "1 lost engines are up again" in pool.messages[-1]
     assert await publish(fleet) == fleet.serving == [0, 2]
     with pytest.raises(NoPlace, match="no node has room for replica 0"):
         await fleet.restart([0, 2])
@@ -396,7 +396,7 @@ async def test_a_lost_replica_is_removed_while_a_publication_asks_whether_it_is_
 
 
 async def test_a_replica_that_fails_in_a_publication_leaves_it_at_once_and_a_new_one_joins_the_next() -> None:
-    """Nobody waits for the new engine. The responses of the old one go on elsewhere from their last tokens."""
+    """Nobody waits for the new engine. The responses of the old one continue elsewhere from their last tokens."""
     first, second = ScriptedReplica(5, 10**6, None), ScriptedReplica(6, 1, "stop")
 
     async def never(index: int, old: Any) -> Any:

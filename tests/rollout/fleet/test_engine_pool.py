@@ -376,7 +376,7 @@ async def test_reset_replaces_what_cannot_serve() -> None:
 
 
 async def test_a_replica_that_the_trainer_has_quarantined_gets_nothing_more_and_refuses_the_next_sync() -> None:
-    """Its responses go on elsewhere. The sync, which it refuses, replaces it, although it would answer."""
+    """Its responses continue elsewhere. The sync, which it refuses, replaces it, although it would answer."""
     sick = ScriptedReplica(0, 10**9, None)
     sick.reset, sick.fail = Method(FakeReplica(0)._reset), Method((failing := FakeReplica(0))._fail)  # type: ignore[attr-defined]
     fleet = fleet_of({0: sick, 1: FakeReplica(1)}, FakeReplica(0))
@@ -386,7 +386,7 @@ async def test_a_replica_that_the_trainer_has_quarantined_gets_nothing_more_and_
         await asyncio.sleep(0)
     done, text = fleet.table.quarantine(0, "alarm replica_gap of replica 0")
     assert done and text == "replica 0 is quarantined until the next publication has replaced it"
-    assert all(answer.replica == 1 for answer in await running), "its responses do not go on elsewhere"
+    assert all(answer.replica == 1 for answer in await running), "its responses do not continue elsewhere"
     assert fleet.serving == [1] and fleet.table[0].does == "lost"
     assert (await fleet.generate(RequestContext("b", home=0), requests(1)))[0].replica == 1
     await fleet.begin_sync()

@@ -151,7 +151,7 @@ async def test_the_time_also_runs_while_all_are_held_back() -> None:
     await gateway.give(asked("during", timeout_s=0.1))
     ends = await all_news(gateway, {"before", "during"})
     assert {end.failure for end in ends.values()} == {"late"}
-    assert "wait for weights of the trainer" in ends["during"].error
+    assert "wait for weights from the trainer" in ends["during"].error
 
 
 @pytest.mark.parametrize(

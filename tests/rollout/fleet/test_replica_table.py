@@ -103,7 +103,7 @@ def test_each_change(changes: str, state: State, does: str) -> None:
         ("leave", "replica 1 is drained", True),
         ("drain, lose", "replica 1 died", True),
         ("restarting, restarted", "replica 1 has been replaced", False),
-        ("lose, join, admit", "replica 1 was lost, and serves again without its requests of before", False),
+        ("lose, join, admit", "replica 1 was lost, and serves again without its earlier requests", False),
     ],
 )
 def test_a_lease_tells_why_it_has_ended_and_its_load_counts_no_more(changes: str, reason: str, drained: bool) -> None:
@@ -155,7 +155,7 @@ def test_what_can_be_quarantined() -> None:
     done, text = table.quarantine(1, "alarm")
     assert done and "until the next publication" in text and table[1].condemned
     assert str(table.lost[1]) == "replica 1 was quarantined by the trainer: alarm; see its log"
-    gone = "does not serve any more; the next publication brings or replaces it"
+    gone = "does not serve; the next publication readmits or replaces it"
     assert table.quarantine(1, "alarm") == (False, f"replica 1 {gone}")
     assert table.quarantine(7, "alarm") == (False, f"replica 7 {gone}")
     assert table.quarantine(0, "alarm") == (False, "replica 0 stays, because no other replica serves training")

@@ -237,7 +237,7 @@ async def test_an_unfinished_group_is_drawn_again_if_a_log_prob_is_not_finite(
     taken = await second_attempt(second, state)
     assert [each.prompt_ids for each in second.fleet.sent[4]] == [[5] * 5] * SAMPLES, "nothing is continued"
     assert list(second.fleet.sent) == [4] and {row.status for rows in taken.values() for row in rows} == {"ok"}
-    assert "1 kept groups are drawn again: log-probs of theirs are not finite" in caplog.text
+    assert "1 kept groups are drawn again: they have non-finite log-probs" in caplog.text
 
 
 async def test_what_a_surviving_controller_has_cancelled_goes_on_although_it_was_never_written(

@@ -1,1 +1,1 @@
-"""Teachers with engines of their own: they score what the policy has sampled."""
+"""Teachers that run in engines and score the policy's samples."""

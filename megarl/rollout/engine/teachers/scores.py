@@ -1,4 +1,4 @@
-"""The questions about the samples of a group for a teacher's engine, and the rows with its answers. Pure."""
+"""Requests to a teacher's engine about the samples of a group, and the rows with its answers. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.queue.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """The tokens of a sample; those from position `start` (at least 1) on are to be scored."""
+    """The tokens of a sample; those from position `start` (at least 1) on get a score."""
 
     token_ids: list[int]
     start: int
@@ -23,19 +23,19 @@ Scored = list[float]
 
 
 def is_scored(row: Trajectory) -> bool:
-    """Return whether a teacher scores a row: it can be trained on, and the policy has sampled it."""
+    """Return whether a teacher scores a row: it can be trained on, and the policy sampled it."""
     return row.status == "ok" and not row.demonstrated
 
 
 def score_requests(rows: Sequence[Trajectory]) -> list[ScoreRequest]:
-    """Return what to ask about the rows that are scored, in their order."""
+    """Return the requests for the rows to score, in their order."""
     return [ScoreRequest([*row.prompt_ids, *row.response_ids], len(row.prompt_ids)) for row in rows if is_scored(row)]
 
 
 def with_scores(rows: Sequence[Trajectory], scores: Sequence[Scored], teacher: str) -> list[Trajectory]:
     """Return the rows with the teacher's log-probs as their stream `teacher_logprobs`.
 
-    A sample has failed if one of its log-probs is not finite. Raises ValueError for a wrong number of values.
+    A sample fails if one of its log-probs is not finite. Raises ValueError for a wrong number of values.
     """
     scored = [row for row in rows if is_scored(row)]
     if len(scored) != len(scores):

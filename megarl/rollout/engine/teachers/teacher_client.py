@@ -1,4 +1,4 @@
-"""Has the engines of teachers score groups: each group by one engine of its data set's teacher, within a bound."""
+"""Has teachers' engines score groups: one engine of the data set's teacher for each group, within a time limit."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class TeacherClient:
         self._tokens = [0] * engines
 
     async def score(self, group: int, requests: Sequence[ScoreRequest]) -> list[Scored]:
-        """Return the answers to the requests of a group. An engine that cannot be reached is replaced by another one.
+        """Return the answers to the requests of a group. If an engine cannot be reached, another one is asked.
 
-        Raises RolloutError naming the teacher and the last reason if there is no answer within the bound, and
-        RequestFailed if an engine refuses a request.
+        Raises RolloutError naming the teacher and the last reason if there is no answer in time, and RequestFailed if
+        an engine refuses a request.
         """
         deadline, reason = time.monotonic() + self._bound_s, "its engines have not answered"
         tokens = sum(len(each.token_ids) for each in requests)
@@ -65,14 +65,14 @@ class TeacherClient:
         )
 
     def _choose(self, group: int, tried: int) -> int:
-        """Return the engine to ask; after `tried` engines that could not answer, the next ones in turn."""
+        """Return the engine to ask after `tried` engines could not answer: the next one in turn."""
         count = len(self._tokens)
         first = group % count if self._by_group else min(range(count), key=self._tokens.__getitem__)
         return (first + tried) % count
 
 
 class Teachers:
-    """The teachers with engines of all data sets, by the name of the set."""
+    """The teachers that have engines, by the name of their data set."""
 
     def __init__(self, clients: Mapping[str, TeacherClient]) -> None:
         self._clients = dict(clients)
@@ -93,7 +93,7 @@ class Teachers:
 def attach_teachers(
     teachers: Mapping[str, TeacherConfig], namespace: str, timeout_s: float, *, by_group: bool
 ) -> Teachers:
-    """Return the teachers of a run by data set, whose actors the supervisor has created in `namespace`."""
+    """Return the teachers of a run by data set. The supervisor has created their actors in `namespace`."""
     clients: dict[str, TeacherClient] = {}
     by_set: dict[str, TeacherClient] = {}
     for dataset, teacher in teachers.items():
@@ -108,7 +108,7 @@ def attach_teachers(
 
 
 def _asking(teacher: str, namespace: str) -> Ask:
-    """Return what calls the actors of a teacher, which are looked up at their first call."""
+    """Return a function that calls the actors of a teacher and looks them up at the first call."""
     handles: dict[int, ActorHandle] = {}
 
     async def ask(engine: int, requests: Sequence[ScoreRequest]) -> list[Scored]:

@@ -1,7 +1,6 @@
 """TeacherEngine: one vLLM engine with fixed weights inside an async Ray actor. Token ids in, their log-probs out.
 
-It has no state but its weights, which it reads from the disk. So Ray itself restarts a dead one, and its next caller
-has it build its engine again.
+Its only state are weights read from disk, so Ray restarts a dead actor, and the next call builds its engine again.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_CALLS = 10_000  # at once; each is of one group, and what they hold is bounded by the groups in flight
+MOST_CALLS = 10_000  # at once, one per group; the groups in flight bound what they hold
 
 
 def teacher_name(teacher: str, number: int) -> str:
@@ -41,7 +40,7 @@ def teacher_name(teacher: str, number: int) -> str:
 
 
 def create_teacher(spec: ReplicaSpec, teacher: str, number: int) -> ActorHandle:
-    """Create the actor of an engine, not started. The calling process owns it, and Ray starts it again if it dies."""
+    """Create, but do not start, the actor of an engine. The caller owns it; Ray restarts it if it dies."""
     import ray
 
     config = Config.model_validate_json(spec.config_json)
@@ -80,9 +79,9 @@ class TeacherEngine:
         await self.score([ScoreRequest([0, 0], 1)])
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Scored]:
-        """Return the log-probs that the teacher gives the tokens of each request, in their order.
+        """Return the teacher's log-probs of the tokens of each request, in their order.
 
-        Raises RequestFailed if the engine refuses one. If the engine has died the process ends, and Ray starts another.
+        Raises RequestFailed if the engine refuses one. If the engine has died, this process ends and Ray restarts it.
         """
         engine = await self._ready()
         try:
@@ -120,7 +119,7 @@ class TeacherEngine:
         longest = self._spec.max_model_len
         assert longest is not None  # the supervisor has resolved it
         arguments = engine_args(self.config, cuda=self.cuda, max_model_len=scored_tokens(longest))
-        # A request for log-probs of its prompt reads no cached prefix, because these are not cached.
+        # Log-probs of prompts are not cached, so such requests read no cached prefix.
         arguments["enable_prefix_caching"] = False
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
@@ -143,7 +142,7 @@ class TeacherEngine:
         found = None if final is None else final.prompt_logprobs
         if found is None:
             raise RuntimeError(f"the engine gave no log-probs of {len(request.token_ids)} tokens")
-        # The first token has none, because nothing comes before it.
+        # The first token has no log-prob.
         if list(found.token_ids) != request.token_ids[1:]:  # type: ignore[union-attr]
             raise RuntimeError(f"the engine gave log-probs of other tokens than the {len(request.token_ids)} asked for")
         return [float(value) for value in found.logprobs[request.start - 1 :]]  # type: ignore[union-attr]
