@@ -1,9 +1,9 @@
-"""A dialogue as token ids that are never tokenized again: a prompt, the model's turns as it sampled them, and between
-two of them the tokens that the chat template writes there.
+"""A dialogue as token ids that are never tokenized again: a prompt, the model's turns as sampled, and the chat
+template's tokens between them.
 
-The tokens between two turns are a difference of two renderings of a fixed small conversation, with and without the
-messages that are added. So they do not depend on the text of the model's turns, and every turn's prompt is an extension
-of all tokens before it.
+The tokens between two turns are the difference of two renderings of a small fixed conversation, with and without the
+added messages. So they do not depend on the text of the model's turns, and every turn's prompt extends all tokens
+before it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class DialogueError(ValueError):
 
 
 class Dialogue:
-    """Renders messages by the chat template of a tokenizer. It holds no conversation, so that all can share it.
+    """Renders messages with a tokenizer's chat template. It holds no conversation, so all loops can share it.
 
-    `stop_token_ids` end a turn of the model. `template_kwargs` are the template's variables. Not for several threads at
-    once: the tokenizer is not safe there.
+    `stop_token_ids` end a turn of the model. `template_kwargs`: variables of the template. Not thread-safe, because the
+    tokenizer is not.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Dialogue:
         self._specials = special_texts(tokenizer)
         self._library = library_tokenizer(tokenizer)
         self._keeps_reasoning: dict[tuple[str, ...], bool] = {}  # by the roles of the messages that follow
-        self._start = ""  # what the template writes before the first message, and after a turn: found when needed
-        self._end: str | None = None
+        self._start = ""  # the template's text before the first message
+        self._end: str | None = None  # and after a turn; both set when first needed
 
     def start(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the token ids of a prompt with its generation prompt.
 
-        `messages` are those of OpenAI's API, `tools` their schemas (`megarl.tools.tool.schema_of`). A special token's
-        text inside the messages of tools is broken up, as by `next_turn`. Raises DialogueError if the template refuses
-        them, or would not show the tools to the model.
+        `messages`: as in OpenAI's API; `tools`: schemas (`megarl.tools.tool.schema_of`). Texts of special tokens in
+        tools' messages are broken up, as by `next_turn`. Raises DialogueError if the template refuses the messages or
+        does not show the tools to the model.
         """
         messages = with_harmless_tools(messages, self._specials)
         text = self._render(messages, generation=True, tools=tools)
@@ -73,11 +73,11 @@ class Dialogue:
         return self._encode(text)
 
     def next_turn(self, response_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the token ids that follow a turn of the model: its end if it has none, `messages`, the next prompt.
+        """Return the token ids after a turn of the model: its end if missing, `messages`, and the generation prompt.
 
-        `response_ids`: the turn as it was sampled. A special token's text inside the messages is broken up by a
-        zero-width space, so that a tool's output cannot begin or end a turn. Raises DialogueError if the template
-        refuses the messages, or would change what stands before them, such as the reasoning of the turn.
+        `response_ids`: the turn as sampled. Texts of special tokens in the messages are broken up by a zero-width
+        space, so that a tool's output cannot begin or end a turn. Raises DialogueError if the template refuses the
+        messages, or would change the text before them, such as the reasoning of the turn.
         """
         if "</think>" in self.text(response_ids):
             self._check_reasoning(messages)
@@ -87,20 +87,20 @@ class Dialogue:
         return after
 
     def text(self, response_ids: Sequence[int]) -> str:
-        """Return the text of a turn of the model, special tokens included except those that end it."""
+        """Return the text of a turn of the model, with special tokens except those that end it."""
         ids = list(response_ids)
         while ids and ids[-1] in self._stops:
             ids.pop()
-        if self._library is not None:  # transformers would look at every token id first
+        if self._library is not None:  # transformers would inspect every token id first
             text: str = self._library.decode(ids, skip_special_tokens=False)
         else:
             text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def check(self, tools: bool = False) -> None:
-        """Raise DialogueError if a user's message, with `tools` also a tool's, cannot follow a turn of the model.
+        """Raise DialogueError if a user's message, or with `tools` a tool's, cannot follow a turn of the model.
 
-        The one that follows most turns, a tool's if there are any, has to leave the reasoning of the turn where it is.
+        A tool's message with `tools`, else a user's, must not remove the reasoning of the turn.
         """
         for messages in _PROBES if tools else _PROBES[:1]:
             self._after_turn(messages)
@@ -119,18 +119,18 @@ class Dialogue:
         if not self._keeps_reasoning[kind]:
             raise DialogueError(
                 f"the chat template removes the reasoning of a turn when a message of the role {kind[0]} follows, so "
-                "the model would be trained on a context that it is not used with; use a template that keeps it"
+                "the model would be trained on another context than it is used with; use a template that keeps it"
             )
 
     @cached_property
     def _ends(self) -> frozenset[int]:
-        """The tokens that may end a turn: one of the stop tokens, and what the template writes there if special."""
+        """The tokens that may end a turn: the stop tokens, and the template's first token there if it is special."""
         first = self._encode(self._turn_end())[:1]
         special = set(self._tokenizer.all_special_ids)
         return self._stops | (set(first) & special)
 
     def _turn_end(self) -> str:
-        """Return what the template writes after a turn that nothing follows."""
+        """Return the template's text after the last turn."""
         if self._end is None:
             text = self._render([_FIRST, {"role": "assistant", "content": TURN}])
             if text.count(TURN) != 1:
@@ -141,12 +141,12 @@ class Dialogue:
     def _after_turn(self, messages: Sequence[Mapping[str, Any]]) -> str:
         end = self._turn_end()
         text = self._render([_FIRST, {"role": "assistant", "content": TURN}, *messages], generation=True)
-        # At the first place: what is added may hold the same text.
+        # Split at the first place: the added messages may contain the same text.
         _, found, after = text.partition(TURN)
         if not found or not text.startswith(self._start) or not after.startswith(end) or len(after) == len(end):
             raise DialogueError(
-                "the chat template changes what stands before a message when the message is added, so the tokens of "
-                "the turns before would be others than those that were sampled; use a template that only appends"
+                "the chat template changes the text before a message when the message is added, so earlier turns would "
+                "have other tokens than the sampled ones; use a template that only appends"
             )
         return after
 
@@ -172,7 +172,7 @@ class Dialogue:
                 tokenize=False,
                 **self._kwargs,
             )
-        except (TemplateError, TypeError, ValueError) as error:  # templates add texts to what is none
+        except (TemplateError, TypeError, ValueError) as error:  # TypeError: templates add strings to other types
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise DialogueError(f"the chat template refuses messages of the roles {roles}: {error}") from error
         return text

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from megarl.config.schema.data import DataConfig
 from megarl.queue.images import IMAGE_MARK
 
-Message = dict[str, Any]  # role, content, and what OpenAI's API has for calls of tools
+Message = dict[str, Any]  # role, content, and OpenAI's fields of tool calls
 Format = Literal["gsm8k", "problem_answer", "messages", "verl", "fields"]
 VERL_ANSWER = "reward_model.ground_truth"
 _PROMPT_FIELDS = {"gsm8k": "question", "problem_answer": "problem", "messages": "messages", "verl": "prompt"}
@@ -21,12 +21,12 @@ ImageSource = bytes | Path  # the content of an image file, or where it is
 
 
 class RowError(ValueError):
-    """A row that cannot be used; the caller adds file and line to the message.
+    """An unusable row; the caller adds file and line to the message.
 
     Attributes:
-        kind: what is wrong, in the same words for all rows of a file with this mistake.
+        kind: what is wrong, worded the same for all rows of a file with this mistake.
         seen: what this row has instead, the rest of the message.
-        column: where in the line, counted in characters from 1; None if the mistake has no single place.
+        column: the place in the line, in characters from 1; None if the mistake has no single place.
     """
 
     def __init__(self, kind: str, seen: str = "", column: int | None = None) -> None:
@@ -36,12 +36,11 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A problem; `index` is its number among the file's rows, `row` holds all fields of the row unchanged.
+    """A problem; `index`: its number among the file's rows; `row`: all fields of the row, unchanged.
 
-    `where`: its place, as `path:line` or `path, row N`; "" if it is of no file.
-
-    `demonstration`: the text of the response that is to be learnt; "" if the model answers itself. `tools`: schemas
-    of the row's own tools, which the prompt shows instead of the run's. `images`: what its marks stand for.
+    `where`: its place, as `path:line` or `path, row N`; "" if it is not from a file. `demonstration`: the response to
+    learn; "" if the model answers itself. `tools`: schemas of the row's tools, which the prompt shows instead of the
+    run's. `images`: one per image mark.
     """
 
     index: int
@@ -55,7 +54,7 @@ class Prompt:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.where or f"prompt {self.index}"
 
     @property
@@ -66,10 +65,7 @@ class Prompt:
 
 
 def detect_format(row: dict[str, Any], config: DataConfig) -> Format:
-    """Return the format of a file, given its first row.
-
-    Raises RowError that names the settings to change if no known format fits.
-    """
+    """Return the format of a file, by its first row. Raises RowError with the settings to change if none fits."""
     if config.format != "auto":
         return config.format
     defaults = DataConfig.model_fields
@@ -89,7 +85,7 @@ def detect_format(row: dict[str, Any], config: DataConfig) -> Format:
     if renamed:  # by the keys that have another value than the default
         raise RowError(
             f"there is no field {config.prompt_field!r} (data.prompt_field); with data.prompt_field or "
-            "data.answer_field changed no other format is recognised: correct data.prompt_field, or set data.format",
+            "data.answer_field changed no other format is recognized: correct data.prompt_field, or set data.format",
             _fields(row, config.prompt_field),
         )
     raise RowError(
@@ -100,9 +96,9 @@ def detect_format(row: dict[str, Any], config: DataConfig) -> Format:
 
 
 def to_prompt(index: int, row: dict[str, Any], kind: Format, config: DataConfig) -> Prompt:
-    """Make a prompt of a row in format `kind`; raises RowError naming a field that is missing or of a wrong type.
+    """Return the prompt of a row in format `kind`. Raises RowError naming a missing field or one of a wrong type.
 
-    With `demonstration_field` the row need not have a reference answer: there is nothing to score.
+    With `demonstration_field` nothing is scored, so the row needs no reference answer.
     """
     field = _PROMPT_FIELDS.get(kind, config.prompt_field)
     given = _text(row, field) if kind in ("gsm8k", "problem_answer") else _required(row, field)
@@ -120,14 +116,14 @@ def to_prompt(index: int, row: dict[str, Any], kind: Format, config: DataConfig)
 
 
 def _own_tools(row: dict[str, Any], field: str | None) -> tuple[dict[str, Any], ...]:
-    """Return the schemas of a row's own tools, which may be JSON text. Raises RowError, also for unused tools."""
+    """Return the schemas of a row's tools, which may be JSON text. Raises RowError, also for unused tools."""
     given = row.get(field or "tools")
     if isinstance(given, str):
         try:
             given = json.loads(given)
         except ValueError as error:
             if field is None:
-                return ()  # a text that only has the name of such a column
+                return ()  # a text column that only shares the name
             raise RowError(f"field {field!r} must be a list of tools, or its JSON text", f": {error}") from error
     schemas = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
     described = [each for each in schemas if isinstance((each.get("function") or {}).get("name"), str)]
@@ -144,7 +140,7 @@ def _own_tools(row: dict[str, Any], field: str | None) -> tuple[dict[str, Any], 
 
 
 def _lookup(row: dict[str, Any], field: str) -> object:
-    """Return a field, or by a dotted path a nested one (`reward_model.ground_truth`); None if there is none."""
+    """Return a field, or a nested one by dotted path (`reward_model.ground_truth`); None if there is none."""
     if field in row:
         return row[field]
     value: object = row
@@ -180,8 +176,8 @@ def _answer(row: dict[str, Any], field: str) -> str:
     value = _required(row, field)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise RowError(f"field {field!r} must be a string or a number", f", not {value!r:.60}")
-    if isinstance(value, float) and not math.isfinite(value):  # pandas writes NaN for what is missing
-        raise RowError(f"field {field!r} is no number", f", but {value}")
+    if isinstance(value, float) and not math.isfinite(value):  # pandas writes NaN for missing values
+        raise RowError(f"field {field!r} is not a number", f", but {value}")
     return str(value)
 
 
@@ -202,7 +198,7 @@ def _messages(content: object, field: str, config: DataConfig) -> list[Message]:
 
 
 def _marked(message: object) -> object:
-    """Return a message with text instead of parts, in which a mark stands for each image; others as they are."""
+    """Return a message with its content parts joined to text, with a mark for each image."""
     if not isinstance(message, dict) or not isinstance(parts := message.get("content"), list):
         return message
     texts = []
@@ -217,7 +213,7 @@ def _marked(message: object) -> object:
 
 
 def _message(message: object, field: str) -> Message:
-    if isinstance(message, dict):  # Parquet adds the fields of other rows, with the value None
+    if isinstance(message, dict):  # Parquet adds the fields of other rows as None
         message = {key: value for key, value in message.items() if value is not None}
     if not isinstance(message, dict) or "role" not in message or not ({"content", "tool_calls"} & set(message)):
         raise RowError(f"field {field!r}: a message must have role and content", f": {message!r:.60}")
@@ -244,7 +240,7 @@ _OWN_FIELDS = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}
 
 
 def _called(call: object, field: str) -> Message:
-    """Return a call as chat templates take it. Its arguments may be JSON text, as in OpenAI's API and in Parquet."""
+    """Return a call in the form for chat templates. Its arguments may be JSON text, as in OpenAI's API and Parquet."""
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if isinstance(arguments, str):

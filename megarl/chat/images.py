@@ -15,11 +15,11 @@ from megarl.queue.images import IMAGE_MARK, ImageRef
 
 
 def with_images(prompt: Prompt, field: str | None, directory: Path) -> Prompt:
-    """Return a prompt with the images that its row has in `field`; its own row is without them.
+    """Return a prompt with the images from `field` of its row, which its `row` then lacks.
 
-    Each mark `<image>` in the messages of the user stands for one image, in their order. Without marks the images come
-    before the text of the last message of the user. Paths are relative to `directory`, and lead nowhere else. Raises
-    RowError for what is no image, and unless marks and images are equal in number.
+    Each mark `<image>` in the user's messages stands for one image, in order. Without marks the images come before the
+    text of the last user message. Paths are relative to `directory`, and must stay inside. Raises RowError for values
+    that are not images, and if there are not as many marks as images.
     """
     if field is None:
         return prompt
@@ -44,7 +44,7 @@ def _sources(given: object, field: str, directory: Path) -> tuple[ImageSource, .
 
 def _source(given: object, field: str, directory: Path) -> ImageSource:
     value = given
-    if isinstance(value, dict):  # as Hugging Face's data sets have images
+    if isinstance(value, dict):  # as in Hugging Face data sets
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):
         return value
@@ -62,7 +62,7 @@ def _source(given: object, field: str, directory: Path) -> ImageSource:
 
 
 def check_images(prompt: Prompt, field: str | None, *, decode: bool) -> None:
-    """Raise RowError for an image that must not be decoded, by its header; with `decode` also for a damaged one."""
+    """Raise RowError for an image whose header is unacceptable; with `decode` also for a damaged one."""
     for source in prompt.images:
         try:
             check_image(read_image(source), decode=decode)
@@ -71,7 +71,7 @@ def check_images(prompt: Prompt, field: str | None, *, decode: bool) -> None:
 
 
 def check_image(content: bytes, *, decode: bool) -> None:
-    """Raise ImageError for a file that must not be decoded, by its header; with `decode` also for a damaged one."""
+    """Raise ImageError for a file whose header is unacceptable; with `decode` also for a damaged one."""
     image = open_image(content)
     try:
         if decode:
@@ -81,7 +81,7 @@ def check_image(content: bytes, *, decode: bool) -> None:
 
 
 def read_image(source: ImageSource) -> bytes:
-    """Return an image's file. Raises ImageError for a large one, before it is read, and OSError if it is not there."""
+    """Return an image's file. Raises ImageError, before the end is read, if it is too large; OSError if missing."""
     if isinstance(source, bytes):
         return source
     with source.open("rb") as file:
@@ -92,12 +92,12 @@ def read_image(source: ImageSource) -> bytes:
 
 
 def in_parts(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose marks are parts of the content, as chat templates of models that see take them."""
+    """Return messages with marks as content parts, in the form for chat templates of vision models."""
     return [_parted(each) if each["role"] == "user" and IMAGE_MARK in each["content"] else each for each in messages]
 
 
 def shown_text(text: str, images: int) -> str | list[dict[str, str]]:
-    """Return a text with so many images as the content of a message. Without a mark for each, images come first."""
+    """Return message content of a text and some images, which come first unless the text has a mark for each."""
     marked = text if text.count(IMAGE_MARK) == images else IMAGE_MARK * images + text
     content: list[dict[str, str]] = _parted({"role": "tool", "content": marked})["content"]
     return content if images else text
@@ -113,7 +113,7 @@ def _parted(message: Message) -> Message:
 
 @dataclass(frozen=True)
 class PromptImages:
-    """How a model is shown images: its chat template writes `token` for each, at most `most` in a prompt."""
+    """How images are shown to a model: its chat template writes `token` for each; a prompt has at most `most`."""
 
     processor: ImageProcessor
     token: int
@@ -121,7 +121,7 @@ class PromptImages:
 
     @classmethod
     def of(cls, model: Path, info: ModelInfo, vision: VisionConfig) -> PromptImages | None:
-        """Return that of a model; None if it sees nothing. Raises ValueError if its processor cannot be used."""
+        """Return a model's; None without a vision tower. Raises ValueError if its processor cannot be used."""
         if info.vision is None:
             return None
         return cls(ImageProcessor(model, vision.max_pixels), int(info.raw["image_token_id"]), vision.images_per_prompt)
@@ -129,10 +129,10 @@ class PromptImages:
     def placed(
         self, ids: Sequence[int], images: Sequence[ImageSource], name: str, offset: int = 0
     ) -> tuple[list[int], tuple[ImageRef, ...]]:
-        """Return the ids with as many tokens for each image as it has, and where each stands.
+        """Return the ids with each image token repeated for the image's size, and the images' places.
 
-        `name`: of what has the images; `offset`: the tokens before `ids`. Raises ValueError if there are too many
-        images, if one cannot be used, or if the template has not written one token for each.
+        `name`: for messages; `offset`: the number of tokens before `ids`. Raises ValueError if there are too many
+        images, if one cannot be used, or if the template did not write one token for each.
         """
         count = len(images)
         if count > self.most:
@@ -140,7 +140,7 @@ class PromptImages:
         if (written := sum(token == self.token for token in ids)) != count:
             raise ValueError(
                 f"{name}: its text has {written} image tokens after the chat template, for {count} images; "
-                "use a template that shows images, and no image token in the text"
+                "use a template that shows images, and remove image tokens from the text"
             )
         long: list[int] = []
         refs: list[ImageRef] = []

@@ -1,4 +1,4 @@
-"""Tool calls that a model writes as the name of the tool and its arguments in JSON, as DeepSeek-V3.1 does. Pure.
+"""Tool calls written as the tool's name and its arguments in JSON, as by DeepSeek-V3.1. Pure.
 
 <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 """
@@ -26,7 +26,7 @@ from megarl.chat.tool_calls import (
     unclosed,
 )
 
-# What begins with no mark, such as a bare name, cannot be distinguished from content.
+# A call must begin with a mark: a bare name cannot be distinguished from content.
 _MARK = re.compile(r"<[^\s<>]|\[\w+\]")
 _NAME = r"([^\s<>\[\](){}]+?)"
 _NEVER = "(?!)"
@@ -37,8 +37,8 @@ _JSON = json.JSONDecoder(parse_constant=no_constant)
 class NamedFormat(ToolFormat):
     """The texts around names and arguments: `opening` NAME `separator` JSON `between` NAME `separator` JSON `closing`.
 
-    White space after the opening may differ from the template's. If `between` is empty, there is one call after an
-    `opening`; an empty `closing` ends the last call with its JSON.
+    White space after the opening may differ from the template's. With an empty `between`, each `opening` has one call;
+    with an empty `closing`, the last call ends with its JSON.
     """
 
     opening: str
@@ -54,10 +54,10 @@ class NamedFormat(ToolFormat):
         try:
             arguments, end = _JSON.raw_decode(text, head.end())
         except (ValueError, RecursionError) as error:
-            return self._unreadable(text, f"its arguments are no JSON ({short(error)})")
+            return self._unreadable(text, f"its arguments are not JSON ({short(error)})")
         after = self._after.match(text, end)
         if after is None:
-            return self._unreadable(text, f"its arguments do not go on with {self.closing}")
+            return self._unreadable(text, f"its arguments do not continue with {self.closing}")
         call = call_of({"name": head[1], "arguments": arguments}, text[: after.end()])
         return [call], text[after.end() :], after["next"] is not None
 
@@ -74,13 +74,13 @@ class NamedFormat(ToolFormat):
 
     @cached_property
     def _end(self) -> re.Pattern[str]:
-        """The text after a call; the group `next` if it stands before another one."""
+        """The text after a call; the group `next` matches if another call follows."""
         following = loose(self.between) if self.between else _NEVER
         return re.compile(rf"(?P<next>{following})|{loose(self.closing) if self.closing else _NEVER}")
 
     @cached_property
     def _after(self) -> re.Pattern[str]:
-        """The same with the white space before it, or nothing if `closing` is empty."""
+        """The same after white space, or nothing if `closing` is empty."""
         return re.compile(rf"\s*(?:{self._end.pattern})" + ("" if self.closing else "|"))
 
 
@@ -88,7 +88,7 @@ def learned_by_name(one: str, two: str, name: str, arguments: Mapping[str, Any],
     """Return the format of a call `name` with `arguments`; None if it has another form.
 
     `one`: the call as a template writes it; `two`: the same call twice in a turn, "" if it refuses that. `call_id`: its
-    id, which must not be a part of its form.
+    id, which must not appear in it.
     """
     before, found, rest = one.partition(name)
     start, end = next(((first, last) for first, last, value in json_values(rest) if value == arguments), (0, 0))

@@ -1,4 +1,4 @@
-"""Encodes prompts as token ids by the tokenizer's chat template, and finds the token ids that end a response."""
+"""Encodes prompts with the tokenizer's chat template, decodes responses, and finds the token ids that end them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from megarl.rewards.types import REASONING_TAGS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Decodes token ids to the text that reward functions get.
-
 
 class TokenDecoder:
-    """Decodes with a tokenizer of its own, so that one thread may decode while another one encodes.
+    """Decodes responses for reward functions with a copy of the tokenizer, so that another thread may encode.
 
-    Calls of transformers that encode change settings of their tokenizer.
+    Encoding by transformers changes settings of the tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -41,9 +39,9 @@ class TokenDecoder:
         }
 
     def texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """Return the texts of sequences of token ids, without special tokens but those that begin or end a reasoning.
+        """Return the texts of token ids without special tokens, except those that begin or end reasoning.
 
-        The latter are special tokens of some models, such as Mistral's, and ordinary tokens of others.
+        These are special tokens of some models, such as Mistral's, and ordinary tokens of others.
         """
         if all(self._marks.keys().isdisjoint(ids) for ids in sequences):
             return self._unmarked(sequences)
@@ -56,16 +54,16 @@ class TokenDecoder:
 
     def _unmarked(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         if self._library is not None:
-            # Directly, because transformers looks at every token id first, and because this lets other threads run.
+            # Directly: transformers would inspect every token id first, and this releases the GIL.
             texts: list[str] = self._library.decode_batch(sequences, skip_special_tokens=True)
             return texts
         return [self._tokenizer.decode(list(ids), skip_special_tokens=True) for ids in sequences]
 
 
 def library_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401  # the library has no types
-    """Return the tokenizer of the `tokenizers` library that encodes and decodes for `tokenizer`, if there is one.
+    """Return the tokenizer of the `tokenizers` library behind `tokenizer`, if it encodes and decodes the same.
 
-    Its `encode` equals a call of `tokenizer` as long as it neither pads nor truncates.
+    Its `encode` equals a call of `tokenizer` while it neither pads nor truncates.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -81,21 +79,18 @@ def library_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN40
     return tokenizer.backend_tokenizer if unchanged else None
 
 
-# The texts of special tokens inside messages, which must not become the tokens. Pure.
-#
-# What a tool has said is text of somebody else's: a special token's text in it would end the tool's message, and could
-# begin a turn of the model. It is broken up by a zero-width space.
-
-
 def special_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the texts of the special tokens; longer ones first, because one may contain another."""
+    """Return the texts of the special tokens, longer ones first, because one may contain another."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     found = set(tokenizer.all_special_tokens) | {token.content for token in added.values() if token.special}
     return sorted(found, key=len, reverse=True)
 
 
 def without_specials(message: Mapping[str, Any], specials: Sequence[str]) -> dict[str, Any]:
-    """Return a message in whose texts, those of its parts included, the special tokens' texts are broken up."""
+    """Return a message with the texts of special tokens broken up by a zero-width space, in its parts too.
+
+    A tool's output is untrusted: with special tokens it could end the tool's message and begin a turn of the model.
+    """
     return {key: _harmless(value, specials) for key, value in message.items()}
 
 
@@ -106,7 +101,7 @@ def _harmless(value: object, specials: Sequence[str]) -> object:
 
 
 def with_harmless_tools(messages: Sequence[Mapping[str, Any]], specials: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the messages of a conversation, those of tools `without_specials`."""
+    """Return the messages of a conversation, with those of tools `without_specials`."""
     return [without_specials(each, specials) if each.get("role") == "tool" else dict(each) for each in messages]
 
 
@@ -119,7 +114,7 @@ def _broken_up(text: str, specials: Sequence[str]) -> str:
 log = logging.getLogger(__name__)
 
 _MARKER = "megarl-end-of-turn-probe"
-END_TOKENS = 16  # of a prompt, as rewards see them: more than any template puts after its last message
+END_TOKENS = 16  # of a prompt, for rewards: more than any template writes after the last message
 
 
 class PromptTooLongError(ValueError):
@@ -127,27 +122,26 @@ class PromptTooLongError(ValueError):
 
 
 def load_tokenizer(model_dir: Path | str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a Hugging Face directory or a Megatron checkpoint, without any download.
+    """Load the tokenizer of a Hugging Face directory or Megatron checkpoint, without downloads.
 
-    Raises ValueError if there is none that can be loaded.
+    Raises ValueError if that fails.
     """
     from transformers import AutoTokenizer
 
     try:
-        # None, the default, may ask on a terminal whether Python code that comes with the model may run.
+        # The default, None, may ask on a terminal whether to run Python code that comes with the model.
         return AutoTokenizer.from_pretrained(str(hf_files(model_dir)), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"{model_dir} has no tokenizer that can be loaded: {error}") from error
 
 
 class PromptEncoder:
-    """Applies the chat template, generation prompt included.
+    """Applies the chat template with its generation prompt.
 
-    `setting` and `fix` say in messages where `max_prompt_tokens` comes from, and what to do; `skipped` counts the
-    prompts that were left out because of `overlong="skip"`. Raises ValueError if the tokenizer has no template, or if
-    one of the `template_kwargs` is no variable of it, which would change nothing. `tools`: the schemas of those that
-    the prompts show to the model; ValueError too if the template shows none. `images`: how the model is shown images;
-    None: it sees none.
+    `setting` and `fix`: for messages, where `max_prompt_tokens` comes from and what to do. `skipped` counts the prompts
+    left out with `overlong="skip"`. `tools`: schemas of the tools that prompts show. `images`: how images are shown;
+    None without vision. Raises ValueError if the tokenizer has no template, if one of the `template_kwargs` is not one
+    of its variables, or if it does not show tools.
     """
 
     def __init__(
@@ -179,7 +173,7 @@ class PromptEncoder:
             self._check_shows(self.tools)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt, special tokens of the template included, those in what tools have said not.
+        """Return the token ids of a prompt, with the template's special tokens but none from tools' messages.
 
         Raises PromptTooLongError (a ValueError) above `max_prompt_tokens`, whatever `overlong` is; prompts at
         positions that `valid_indices` returned never raise it. Raises ValueError if the template refuses the messages.
@@ -187,9 +181,9 @@ class PromptEncoder:
         return self.encode_images(prompt)[0]
 
     def encode_images(self, prompt: Prompt) -> tuple[list[int], tuple[ImageRef, ...]]:
-        """Return what `encode` does, in which each image has its tokens, and where the images stand.
+        """Return what `encode` does, with the tokens of each image, and the images' places.
 
-        Raises ValueError too for images that cannot be used, or that a model without a vision tower would not see.
+        Also raises ValueError for unusable images, and for any image without a vision tower.
         """
         ids, images = self._placed(prompt)
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
@@ -199,7 +193,7 @@ class PromptEncoder:
         return ids, images
 
     def end_of(self, ids: Sequence[int]) -> str:
-        """Return the text of the last tokens of a prompt, in which a template may open the model's reasoning."""
+        """Return the text of a prompt's last tokens, where a template may open the model's reasoning."""
         return str(self.tokenizer.decode(ids[-END_TOKENS:]))
 
     def ids(self, prompt: Prompt) -> list[int]:
@@ -226,13 +220,13 @@ class PromptEncoder:
     def valid_indices(self, prompts: Sequence[Prompt]) -> Sequence[int]:
         """Return the positions of the prompts that fit `max_prompt_tokens`, and count the others in `skipped`.
 
-        With `overlong="error"` the first prompt that does not fit raises PromptTooLongError. Raises ValueError if no
-        prompt fits. Only prompts whose bytes could exceed the limit are tokenized, and no token ids are kept.
+        With `overlong="error"` the first one that does not fit raises PromptTooLongError. Raises ValueError if none
+        fits. Only prompts whose bytes could exceed the limit are tokenized, and no token ids are kept.
         """
         if self.max_prompt_tokens is None:
             return range(len(prompts))
-        # Upper bound of the tokens without tokenizing: a token stands for at least one byte of text, and the template
-        # adds to each message at most what it adds to a conversation of one message.
+        # An upper bound without tokenizing: a token has at least one byte of text, and the template adds to each
+        # message at most what it adds to a conversation of one message.
         overhead = len(self._ids([{"role": "user", "content": "x"}], "a one-letter prompt", self.tools))
         valid = array("q")
         self.skipped = 0
@@ -259,7 +253,7 @@ class PromptEncoder:
         return valid
 
     def _tools_of(self, prompt: Prompt) -> list[dict[str, Any]]:
-        """Return the tools that a prompt shows. Raises ValueError for one of its own that the run does not have."""
+        """Return the tools that a prompt shows. Raises ValueError for one of the row's that the run does not have."""
         if not prompt.tools:
             return self.tools
         names = {tool["function"]["name"] for tool in self.tools}
@@ -296,7 +290,7 @@ class PromptEncoder:
                     messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **self.template_kwargs
                 )
             )
-        except Exception as error:  # whatever the template's expressions raise
+        except Exception as error:  # from the template's expressions
             raise ValueError(f"{what}: the chat template refuses its messages: {error}") from error
 
 
@@ -324,7 +318,7 @@ def stop_token_ids(
 ) -> list[int]:
     """Return the token ids that end a response, ascending.
 
-    These are `configured` if given; otherwise generation_config.json's `eos_token_id`, the tokenizer's EOS, and the
+    These are `configured`, if given; otherwise `eos_token_id` of generation_config.json, the tokenizer's EOS, and the
     special token that ends an assistant's turn in the chat template. Raises ValueError if there is none, or if one is
     outside the tokenizer's vocabulary.
     """
@@ -347,7 +341,7 @@ def stop_token_ids(
 
 
 def generation_config_eos(model_dir: Path | str) -> set[int]:
-    """Return `eos_token_id` of generation_config.json, which holds a number or a list; empty if there is none.
+    """Return the `eos_token_id` (a number or a list) of generation_config.json, or an empty set.
 
     Raises ValueError if the file is not a JSON object.
     """
@@ -364,10 +358,7 @@ def generation_config_eos(model_dir: Path | str) -> set[int]:
 
 
 def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the id of the special token that the chat template writes after an assistant's message.
-
-    The set is empty if the template writes no special token there.
-    """
+    """Return the id of the special token that the chat template writes after an assistant's message, if any."""
     from jinja2 import TemplateError
 
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARKER}]

@@ -1,7 +1,7 @@
-"""The tool calls in a turn of the model: how its text is read, in the format that the model was trained with. Pure.
+"""Reads the tool calls in a turn of the model, in the format that the model was trained with. Pure.
 
-A call that cannot be read has an error, which is meant for the model: it is the tool's answer to that call. Text inside
-a `<think>` block is never read as a call.
+A malformed call has an error for the model, which is the tool's answer to that call. Text inside a `<think>` block is
+never read as a call.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _THINK, _THOUGHT = "<think>", "</think>"
 MAX_DEPTH = 64
 MAX_INTEGER = 2**63
 _ARGUMENTS = ("arguments", "parameters")  # keys of a call's arguments
-_QUOTED = 200  # characters of a malformed call that its error repeats
+_QUOTED = 200  # characters of a malformed call that its error quotes
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of the tool `name`."""
+    """A call to the tool `name`."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -31,7 +31,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """The text of a call that cannot be read; `error` gives the model the reason."""
+    """The text of a call that cannot be read; `error` tells the model why."""
 
     text: str
     error: str
@@ -39,7 +39,7 @@ class MalformedCall:
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """A turn of the model: the text outside its calls, and the calls in their order."""
+    """A turn of the model: the text outside its calls, and the calls in order."""
 
     content: str
     calls: tuple[ToolCall | MalformedCall, ...] = ()
@@ -50,18 +50,18 @@ ToolSchemas = Sequence[Mapping[str, Any]]
 
 
 class ToolFormat:
-    """The way in which a model writes its calls: each one, or several of them, after the text `opening`."""
+    """How a model writes its calls: one or several after the text `opening`."""
 
     opening: str
 
     def read(self, text: str, tools: ToolSchemas) -> tuple[list[ToolCall | MalformedCall], str, bool]:
-        """Read what stands after an opening; return its calls, what follows them, and whether that is another call."""
+        """Read the text after an opening; return its calls, the text after them, and whether that is another call."""
         raise NotImplementedError
 
     def parse(self, text: str, tools: ToolSchemas = ()) -> ParsedTurn:
-        """Read the text of a whole turn; special tokens may be part of it, the end of the turn is not.
+        """Read the text of a whole turn, which may contain special tokens but not the end of the turn.
 
-        `tools`: those that the model was shown, for a format that does not tell the types of arguments itself.
+        `tools`: the tools shown to the model, for formats without types of arguments.
         """
         thought, rest = split_thought(text, self.opening)
         content: list[str] = [thought]
@@ -77,20 +77,20 @@ class ToolFormat:
             calls += read
 
     def certain_content(self, text: str) -> str:
-        """Return what is content of an unfinished turn, whatever follows: the beginning of the whole turn's content."""
+        """Return the part of an unfinished turn that is content whatever follows."""
         thought, rest = split_thought(text, self.opening)
         before, found, _ = rest.partition(self.opening)
         if not found:
             before = before[: len(before) - overlap(before, self.opening)]
-        # A call may follow white space that is no content then.
+        # Trailing white space is not content if a call follows.
         return (thought + before).strip()
 
 
 @dataclass(frozen=True)
 class TaggedFormat(ToolFormat):
-    """Calls between an opening and a closing text, each one JSON object; `<tool_call>` is that of Hermes and Qwen.
+    """Calls between an opening and a closing text, each one JSON object; Hermes and Qwen use `<tool_call>`.
 
-    `name_key` and `arguments_key`: of the object. An empty `closing` ends a call with its object.
+    `name_key`, `arguments_key`: keys of the object. With an empty `closing`, a call ends with its object.
     """
 
     opening: str = "<tool_call>"
@@ -102,7 +102,7 @@ class TaggedFormat(ToolFormat):
         """See `ToolFormat.read`."""
         end = _json_end(text)
         body, rest = text[:end], text[end:]
-        # The closing text may also stand in a string of the call.
+        # The closing text may also appear in a string of the call.
         if self.closing and rest.lstrip().startswith(self.closing):
             rest = rest.lstrip().removeprefix(self.closing)
         elif self.closing:
@@ -114,10 +114,10 @@ class TaggedFormat(ToolFormat):
 
 @dataclass(frozen=True)
 class BareFormat(ToolFormat):
-    """The whole turn is one JSON object, as in Llama 3; `opening`, such as `<|python_tag|>`, may stand before it.
+    """The whole turn is one JSON object, as in Llama 3; `opening`, such as `<|python_tag|>`, may precede it.
 
-    Several objects may follow each other, with a semicolon or comma in between, or stand in a list; what stands behind
-    them is content. An object without arguments is a call only if it names a tool: an answer may be JSON as well.
+    Several objects may follow each other, separated by a semicolon or comma, or form a list; the text after them is
+    content. An object without arguments is a call only if it names a tool, because an answer may be JSON too.
     """
 
     opening: str = "<|python_tag|>"
@@ -139,7 +139,7 @@ class BareFormat(ToolFormat):
         return ParsedTurn(f"{thought}{behind}".strip(), tuple(calls))
 
     def _is_call(self, body: str, tools: ToolSchemas) -> bool:
-        """Return whether an object is meant as a call; one that cannot be read is, if it has the two keys of one."""
+        """Return whether an object is meant as a call; an unreadable one is if it has both keys."""
         keys = {self.arguments_key, *_ARGUMENTS}
         try:
             value = json.loads(body)
@@ -166,11 +166,11 @@ HERMES = TaggedFormat()
 
 
 def read_calls(body: str, name_key: str = "name", arguments_key: str = "arguments") -> list[ToolCall | MalformedCall]:
-    """Return the call, or the list of calls, that a JSON text holds; a malformed one instead of what is none."""
+    """Return the call, or list of calls, in a JSON text; anything else is a malformed call."""
     try:
         value = json.loads(body.strip(), parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
-        return [malformed(body, f"it is no JSON ({short(error)})")]
+        return [malformed(body, f"it is not JSON ({short(error)})")]
     values = value if isinstance(value, list) and value else [value]
     return [call_of(each, body, name_key, arguments_key) for each in values]
 
@@ -178,10 +178,10 @@ def read_calls(body: str, name_key: str = "name", arguments_key: str = "argument
 def call_of(
     value: object, body: str, name_key: str = "name", arguments_key: str = "arguments"
 ) -> ToolCall | MalformedCall:
-    """Return the call that a JSON value is, or a malformed one; `body`: its text, for the error."""
+    """Return the call of a JSON value, or a malformed one; `body`: its text, for the error."""
     value = _call_itself(value)
     if not isinstance(value, dict):
-        return malformed(body, "it is no JSON object")
+        return malformed(body, "it is not a JSON object")
     name = value.get(name_key)
     if not isinstance(name, str) or not name:
         return malformed(body, f'it has no "{name_key}" that is a string')
@@ -195,30 +195,30 @@ def call_of(
     if others and arguments_key not in value:
         return malformed(body, f'it has "{others[0]}" instead of "{arguments_key}"')
     arguments = value.get(arguments_key)
-    if isinstance(arguments, str):  # an object as a JSON text, as in OpenAI's API
+    if isinstance(arguments, str):  # an object as JSON text, as in OpenAI's API
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments, parse_constant=no_constant)
     if arguments is None or arguments == "":  # of a tool without parameters
         arguments = {}
     if not isinstance(arguments, dict):
-        return malformed(body, f'"{arguments_key}" is no JSON object')
+        return malformed(body, f'"{arguments_key}" is not a JSON object')
     reason = unusable({name: arguments})
     return malformed(body, reason) if reason else ToolCall(name, arguments)
 
 
 def _call_itself(value: object) -> object:
-    """Return the inner object of a call as OpenAI's API has it, `{"type": "function", "function": {...}}`."""
+    """Return the inner object of a call in OpenAI's form, `{"type": "function", "function": {...}}`."""
     inner = value.get("function") if isinstance(value, dict) else None
     return inner if isinstance(inner, dict) else value
 
 
 def unusable(value: object) -> str:
-    """Return why a JSON value cannot be written, hashed and sent to other processes as it is; empty if it can."""
+    """Return why a JSON value cannot be written, hashed and sent to other processes; empty if it can."""
     level = [value]
     for _ in range(MAX_DEPTH):
         for each in level:
             if isinstance(each, str) and not each.isascii() and each != each.encode(errors="replace").decode():
-                return "a string in it is no text (half of a surrogate pair)"
+                return "a string in it is not text (half of a surrogate pair)"
             if (isinstance(each, float) and not math.isfinite(each)) or (
                 isinstance(each, int) and abs(each) >= MAX_INTEGER
             ):
@@ -233,36 +233,36 @@ def unusable(value: object) -> str:
 
 
 def malformed(body: str, reason: str) -> MalformedCall:
-    """Return a call that cannot be read, with its error for the model."""
+    """Return a malformed call with its error for the model."""
     quoted = body.strip()
     quoted = quoted if len(quoted) <= _QUOTED else f"{quoted[:_QUOTED]}..."
     return MalformedCall(body, f"the tool call cannot be read: {reason}: {quoted}")
 
 
 def unclosed(body: str, closing: str) -> MalformedCall:
-    """Return a call whose end is missing."""
+    """Return a malformed call whose end is missing."""
     return malformed(body, f"{closing} is missing")
 
 
 def loose(text: str) -> str:
-    """Return the pattern of a text of a template in which white space may be any or none."""
+    """Return the pattern of a template's text with any or no white space between its parts."""
     return r"\s*".join(re.escape(part) for part in re.split(r"\s+|(?<=>)(?=<)", text) if part)
 
 
 def no_constant(name: str) -> object:
-    """Refuse NaN and infinities, which Python's JSON has and the standard does not."""
-    raise ValueError(f"{name} is no JSON")
+    """Refuse NaN and infinities, which Python's JSON allows and the standard does not."""
+    raise ValueError(f"{name} is not JSON")
 
 
 def short(error: BaseException) -> str:
-    """Return why a text is no JSON, in a few words for the model."""
+    """Return why a text is not JSON, briefly, for the model."""
     return str(error)[:_QUOTED] if isinstance(error, ValueError) else "nested too deeply"
 
 
 def split_thought(text: str, opening: str = "<tool_call>") -> tuple[str, str]:
-    """Return the reasoning with its tags, and what follows it. Reasoning that has not ended is all there is.
+    """Return the reasoning with its tags, and the text after it, which is empty if the reasoning has not ended.
 
-    `opening` begins a call: the end of a reasoning that stands in an argument ends none.
+    `opening` begins a call: an end tag inside an argument does not end any reasoning.
     """
     thought, found, rest = text.partition(_THOUGHT)
     if found and opening not in thought.partition(_THINK)[0]:
@@ -293,7 +293,7 @@ def _json_end(text: str) -> int:
 
 
 def json_values(text: str) -> Iterator[tuple[int, int, Any]]:
-    """Yield (start, end, value) for each place of a text where an object or a list in JSON begins."""
+    """Yield (start, end, value) of each JSON object and list in a text, also of nested ones."""
     for found in re.finditer(r"[{\[]", text):
         try:
             value, end = json.JSONDecoder().raw_decode(text, found.start())
@@ -303,7 +303,7 @@ def json_values(text: str) -> Iterator[tuple[int, int, Any]]:
 
 
 def _objects(body: str) -> tuple[list[str], str]:
-    """Return the JSON objects that begin a text, which semicolons or commas may separate, and what follows them."""
+    """Return the JSON objects at the beginning of a text, separated by semicolons or commas, and what follows them."""
     found: list[str] = []
     while not found or body.startswith("{"):
         end = _json_end(body)

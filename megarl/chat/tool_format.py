@@ -1,4 +1,4 @@
-"""The format of tool calls that a chat template writes, found by letting it write one."""
+"""Finds the format of tool calls in a chat template by letting it write one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FormatName = Literal["hermes", "template"]
 _NAME, _ARGUMENTS = "megarl_probe", {"megarl_key": "megarl_value"}
 _ID = "call00000"
-_SECOND = ("megarl_number", "271828")  # an argument that is no string, which a template might write in another form
+_SECOND = ("megarl_number", "271828")  # not a string: a template may write it in another form
 _ADVICE = (
     "so it is unknown how the model writes one; set agent.tool_format: hermes if the model was trained with that format"
 )
@@ -32,10 +32,10 @@ class NoCallsWritten(DialogueError):  # noqa: N818
 def tool_format(
     name: FormatName, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
 ) -> ToolFormat:
-    """Return the format `name`; `template` is the format of the tokenizer's chat template.
+    """Return the format `name`; `template`: the format of the tokenizer's chat template.
 
-    Raises NoCallsWritten if the template writes none, and DialogueError if it refuses one or writes it in another form
-    than JSON, its name and JSON, or tags.
+    Raises NoCallsWritten if the template writes no calls, and DialogueError if it refuses one or writes it in a form
+    other than JSON, name and JSON, or tags.
     """
     return HERMES if name == "hermes" else _of_template(tokenizer, dict(template_kwargs or {}))
 
@@ -43,8 +43,8 @@ def tool_format(
 def _of_template(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> ToolFormat:
     refusal: DialogueError | None = None
     silent = False
-    # Some templates write calls only where there is no content, or join the arguments to other texts. What one writes
-    # of the first form that shows the call is decisive: it may write others in a way that no model has seen.
+    # Some templates write calls only without content, or expect arguments as text. The first variant that shows the
+    # call decides: the template may write others in a way that no model has seen.
     for content, arguments in itertools.product(("", None), (_ARGUMENTS, json.dumps(_ARGUMENTS))):
         probe = _Probe(tokenizer, kwargs, content)
         try:
@@ -55,7 +55,7 @@ def _of_template(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> 
         if any(part in written for part in (_NAME, *_ARGUMENTS, *_ARGUMENTS.values())):
             found = _of_json(written) or _of_name(probe, written, arguments) or _of_tags(probe)
             if found is None:
-                raise DialogueError(f"the chat template writes a tool call in a form that is not known, {_ADVICE}")
+                raise DialogueError(f"the chat template writes a tool call in an unknown form, {_ADVICE}")
             return found
         silent = True
     if refusal is not None and not silent:
@@ -77,7 +77,7 @@ def _of_json(written: str) -> ToolFormat | None:
 def _of_name(probe: _Probe, written: str, arguments: object) -> ToolFormat | None:
     try:
         two = probe.written(arguments, calls=2)
-    except DialogueError:  # some templates write one call in a turn only
+    except DialogueError:  # some templates write only one call per turn
         two = ""
     return learned_by_name(written, two, _NAME, _ARGUMENTS, _ID)
 
@@ -94,14 +94,14 @@ def _of_tags(probe: _Probe) -> ToolFormat | None:
 
 @dataclass(frozen=True)
 class _Probe:
-    """A turn that calls the probe, as a chat template writes it; `content`: of its message."""
+    """Lets a chat template write a turn that calls the probe; `content`: of the message."""
 
     tokenizer: PreTrainedTokenizerBase
     kwargs: dict[str, Any]
     content: str | None
 
     def written(self, arguments: object, *, calls: int = 1) -> str:
-        """Return what the template writes for `calls` calls. Raises DialogueError if it refuses them."""
+        """Return the template's text of `calls` calls. Raises DialogueError if it refuses them."""
         call = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": arguments}}
         plain = self._render({"role": "assistant", "content": TURN})
         called = self._render({"role": "assistant", "content": self.content, "tool_calls": [call] * calls})
@@ -125,7 +125,7 @@ class _Probe:
 
 
 def _find(written: str) -> tuple[int, int, str, str] | None:
-    """Return where the probe's JSON begins and ends, and the keys of its name and its arguments."""
+    """Return where the probe's JSON begins and ends, and the keys of its name and arguments."""
     for start, end, value in json_values(written):
         one = value[0] if isinstance(value, list) and len(value) == 1 else value
         if not isinstance(one, dict):

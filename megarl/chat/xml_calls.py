@@ -1,4 +1,4 @@
-"""Tool calls that a model writes as tags with one element per argument, as Qwen3-Coder, Qwen3.5 and GLM-4.5 do. Pure.
+"""Tool calls written as tags with one element per argument, as by Qwen3-Coder, Qwen3.5 and GLM-4.5. Pure.
 
     <tool_call>
     <function=NAME>
@@ -8,8 +8,8 @@
     </function>
     </tool_call>
 
-Templates escape nothing inside a value. So a value ends at the first end tag that another argument, or the end of the
-call, follows: a value may hold any tag by itself, and only a value with that whole sequence is read as a shorter one.
+Templates escape nothing inside a value. So a value ends at the first end tag before another argument or the end of the
+call. A value may contain any single tag; only a value with that whole sequence is cut short.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from megarl.chat.tool_calls import (
     unusable,
 )
 
-# Without white space at its ends; in a form that takes linear time, whatever a model writes.
+# Without white space at its ends; matches in linear time, whatever a model writes.
 _KEY = r"[^\s<>](?:[^\n<>]*[^\s<>])?"
 
 
 @dataclass(frozen=True)
 class XmlFormat(ToolFormat):
-    """The texts around the parts of a call: its name, and the key and the value of each argument.
+    """The texts around the parts of a call: its name, and the key and value of each argument.
 
     White space between tags may differ from the template's. White space at the ends of a value belongs to it, except
-    that of the template: at the end of `before_value`, and at the beginning of `after_value`.
+    what the template adds: the end of `before_value` and the beginning of `after_value`.
     """
 
     opening: str = "<tool_call>"
@@ -54,7 +54,7 @@ class XmlFormat(ToolFormat):
     closing: str = "</function>\n</tool_call>"
 
     def read(self, text: str, tools: ToolSchemas) -> tuple[list[ToolCall | MalformedCall], str, bool]:
-        """See `ToolFormat.read`. The types of arguments are those that `tools` declare."""
+        """See `ToolFormat.read`. `tools` declare the types of arguments."""
         head = self._head.match(text)
         if head is None:
             return self._unreadable(text, "it does not begin with the name of a tool")
@@ -70,18 +70,18 @@ class XmlFormat(ToolFormat):
             at = value.end()
         end = self._end.match(text, at)
         if end is None:
-            return self._unreadable(text, f"it does not go on with {self.before_key} or {_one_line(self.closing)}")
+            return self._unreadable(text, f"it does not continue with {self.before_key} or {_one_line(self.closing)}")
         body = text[: end.end()]
         return [_typed(head[1], found, parameters_of(tools, head[1]), body)], text[end.end() :], False
 
     def _unreadable(self, text: str, reason: str) -> tuple[list[ToolCall | MalformedCall], str, bool]:
-        """Return the error of a call, and what follows its last tag."""
+        """Return the error of a call, and the text after its last tag."""
         last = self.closing[self.closing.rindex("<") :]
         body, found, rest = text.partition(last)
         return [malformed(body, reason) if found else unclosed(body, last)], rest, False
 
     def _bare(self, value: str) -> str:
-        """Return a value without the white space that the template writes around it."""
+        """Return a value without the white space that the template adds."""
         before = self.before_value[len(self.before_value.rstrip()) :]
         after = self.after_value[: len(self.after_value) - len(self.after_value.lstrip())]
         return value.removeprefix(before).removesuffix(after)
@@ -105,9 +105,7 @@ class XmlFormat(ToolFormat):
         return re.compile(rf"\s*{loose(self.closing)}")
 
 
-def _typed(
-    name: str, written: Mapping[str, str], schema: Mapping[str, Any], body: str
-) -> ToolCall | MalformedCall:  # fmt: skip
+def _typed(name: str, written: Mapping[str, str], schema: Mapping[str, Any], body: str) -> ToolCall | MalformedCall:
     try:
         arguments = {key: read_value(text, schema, key) for key, text in written.items()}
     except ValueError as error:
@@ -121,10 +119,8 @@ def _one_line(text: str) -> str:
     return "".join(text.split())
 
 
-def learned(
-    written: str, name: str, first: tuple[str, str], second: tuple[str, str]
-) -> XmlFormat | None:  # fmt: skip
-    """Return the format of a call `name` that has two arguments (key, text of the value); None if it has another form.
+def learned(written: str, name: str, first: tuple[str, str], second: tuple[str, str]) -> XmlFormat | None:
+    """Return the format of a call `name` with two arguments (key, text of the value); None if it has another form.
 
     `written`: the call as a template writes it.
     """
@@ -153,11 +149,8 @@ def learned(
     return XmlFormat(opening, before_name.strip(), after_name, before_key, to_value, after_value, closing)
 
 
-# The values of arguments, read by the types that the tool declares. Pure.
-#
-# A text has no types of its own: `4` may be a number or a string. A chat template writes strings as they are, lists and
-# objects as JSON, and the others as JSON or as Python does (`True`, `None`).
-
+# Values are read by the types that the tool declares: `4` may be a number or a string. Chat templates write strings as
+# they are, lists and objects as JSON, and other values as JSON or as Python does (`True`, `None`).
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,), "number": (int, float), "array": (list,), "object": (dict,),
 }  # fmt: skip
@@ -168,7 +161,7 @@ _WORDS: dict[str, tuple[str, object]] = {
 
 
 def parameters_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """Return the JSON schema of the arguments of the tool `name`; empty if there is no such tool, or it has none."""
+    """Return the JSON schema of the arguments of the tool `name`; empty if there is none."""
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, Mapping) and function.get("name") == name:
@@ -178,10 +171,10 @@ def parameters_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str,
 
 
 def read_value(text: str, schema: Mapping[str, Any], key: str) -> Any:  # noqa: ANN401  # any JSON value
-    """Return the value of the argument `key`, whose types the JSON schema of all arguments declares.
+    """Return the value of the argument `key` in a type that the JSON schema of all arguments declares.
 
-    A value of several possible types is a string only if it is none of the others. One without a declared type is a
-    string. Raises ValueError, which says which types were declared.
+    With several declared types, it is a string only if it is none of the others; without any, it is a string. Raises
+    ValueError naming the declared types.
     """
     types = _types(_declared(schema, key), schema, set())
     word = text.strip()
@@ -193,7 +186,7 @@ def read_value(text: str, schema: Mapping[str, Any], key: str) -> Any:  # noqa: 
             if name in types and isinstance(value, kinds) and not isinstance(value, bool):
                 return value
         if "integer" in types and isinstance(value, float) and value.is_integer():
-            return int(value)  # JSON schema knows 4.0 as an integer
+            return int(value)  # in JSON schema, 4.0 is an integer
     if not types or "string" in types:
         return text
     raise ValueError(f"its argument {key!r} must be of the type {' or '.join(sorted(types))}")
@@ -226,7 +219,7 @@ def _types(declared: object, root: Mapping[str, Any], followed: set[str]) -> set
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> object:
-    """Return what a reference within the schema means, such as `#/$defs/Colour`; None if there is no such thing."""
+    """Return the target of a reference within the schema, such as `#/$defs/Colour`, or None."""
     start, *path = reference.split("/")
     place: object = root if start == "#" else None
     for part in path:
@@ -241,7 +234,7 @@ def _type_of(value: object) -> str:
 
 
 def _json(text: str) -> object:
-    """Return the JSON value of a text; None if it is none."""
+    """Return the JSON value of a text; None if it is not JSON."""
     try:
         return json.loads(text, parse_constant=no_constant)
     except (ValueError, RecursionError):

@@ -1,1 +1,1 @@
-"""HTTP in front of the pool, for harnesses that are not part of megarl."""
+"""The HTTP gateway to the pool, for harnesses outside megarl."""

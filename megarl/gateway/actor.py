@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 LOOPBACK = "127.0.0.1"
-PORT_S = 10.0  # for which a gateway that has just died may still have the port
+PORT_S = 10.0  # how long a gateway that has just died may hold the port
 
 
 @dataclass(frozen=True)
 class GatewaySpec:
-    """Holds what the gateway is made from. `port`: 0 for a free one; `controller`: the Ray name of the controller.
+    """The arguments of the gateway. `port`: 0 for a free one; `controller`: the controller's Ray name.
 
-    `token_file`: with the token that clients send; None: one that is derived from the run's token.
+    `token_file`: has the token that clients send; None: the token is derived from the run's.
     """
 
     pool: ReplicaSpec
@@ -51,7 +51,7 @@ class GatewaySpec:
 
 
 def create_gateway(spec: GatewaySpec, *, own_head: bool) -> ActorHandle:
-    """Create the actor, not started. `own_head`: the run has a Ray head of its own, and the gateway is on its node."""
+    """Create, but do not start, the actor. `own_head`: the run has its own Ray head, and the gateway is on its node."""
     import ray
 
     head = {HEAD_RESOURCE: HEAD_SHARE} if own_head else {}
@@ -82,7 +82,7 @@ class GatewayActor:
         info = load_info(model)
         limits = ModelLimits(self.spec.pool.max_model_len or info.max_positions, info.vocab_size, stops)
         timeouts = self.config.timeouts
-        # A name that no other gateway has: a controller forgets the requests of the gateway before.
+        # A unique name: a controller forgets the requests of an earlier gateway.
         self._pool = ControllerClient(f"gateway-{uuid.uuid4().hex[:12]}", self._find_controller, timeouts.rpc_s)
         images = await asyncio.to_thread(PromptImages.of, model, info, self.config.model.vision)
         self._text = await asyncio.to_thread(ModelText, model, stops, self.config.agent.tool_format, images)
@@ -101,7 +101,7 @@ class GatewayActor:
         return {"url": url, "port": port, "token_file": str(token_file)}
 
     async def heartbeat(self) -> None:
-        """Raise RolloutError if the gateway does not receive news from the controller any more."""
+        """Raise RolloutError if the gateway no longer receives news from the controller."""
         if self._pump.done():
             failure = None if self._pump.cancelled() else self._pump.exception()
             raise RolloutError(f"the gateway receives nothing from the controller: {failure}")
@@ -140,18 +140,12 @@ class GatewayActor:
 
 
 def address_of(gateway: GatewayConfig) -> str:
-    """Return the one address at which the gateway listens.
-
-    That of the config, else that by which this node is a member of the job; without a job of several nodes, loopback.
-    """
+    """Return the gateway's address: the configured one, else this node's address in a multi-node job, else loopback."""
     return gateway.host or os.environ.get(NODE_ADDRESS_VARIABLE) or LOOPBACK
 
 
 def model_names(model: Path) -> tuple[str, ...]:
-    """Return the names by which clients may ask for a model: that of its directory, or of the run whose `hf` it is.
-
-    Its path is another one.
-    """
+    """Return the model names for clients: its directory's name (for `hf`, the directory above it), and its path."""
     directory = model.absolute()
     name = directory.parent.name if directory.name == HF_FILES else directory.name
     return tuple(dict.fromkeys((name or str(model), str(model))))

@@ -1,4 +1,4 @@
-"""The gateway's HTTP server: its routes, who may use them, and its bounds on what a client sends and how slowly."""
+"""The gateway's HTTP server: its routes, their authentication, and bounds on the size and slowness of requests."""
 
 from __future__ import annotations
 
@@ -25,25 +25,24 @@ from megarl.gateway.request_fields import ApiError, ModelLimits, read_terms
 from megarl.gateway.sessions import Sessions, session_content
 from megarl.gateway.token_route import read_token_request, token_answer
 
-# Ends connections whose client does not send the head of a request in time.
-#
-# aiohttp 3.14 ends idle connections only after their first request, so a client that never completes one could keep a
-# connection, and with many of them all descriptors, forever.
-
 HEAD_S = 30.0
 AGAIN_S = 1.0
 
 
 class SlowClients:
-    """Watches the connections of one server."""
+    """Ends connections of a server whose client does not send the head of a request in time.
+
+    aiohttp 3.14 ends idle connections only after their first request. A client that never completes one could keep
+    connections, and so all descriptors, forever.
+    """
 
     def __init__(self, head_s: float = HEAD_S) -> None:
         """`head_s`: the time from the connection to the end of the first request's head."""
         self._head_s = head_s
-        self._silent: set[asyncio.BaseProtocol] = set()  # for `head_s` after their connection at most
+        self._silent: set[asyncio.BaseProtocol] = set()  # connections without a head yet
 
     def watched(self, server: web.Server) -> Callable[[], asyncio.Protocol]:
-        """Return what makes the protocol of each connection of a server."""
+        """Return the protocol factory of a server's connections."""
 
         def connect() -> asyncio.Protocol:
             made = server()
@@ -54,13 +53,13 @@ class SlowClients:
         return connect
 
     def asked(self, request: web.Request) -> None:
-        """Note that the client of a request has sent its head."""
+        """Record that the client of a request has sent its head."""
         self._silent.discard(request.protocol)
 
     def _end_if_silent(self, connection: web.RequestHandler, last: bool = False) -> None:
         if connection not in self._silent:
             return
-        if not last:  # after a stall of this process the head may be here, and not be read yet
+        if not last:  # after a stall of this process the head may be waiting unread
             asyncio.get_running_loop().call_later(AGAIN_S, self._end_if_silent, connection, True)
             return
         self._silent.discard(connection)
@@ -71,11 +70,11 @@ logger = logging.getLogger(__name__)
 
 SESSION_HEADER = "X-Session-ID"
 LARGEST_BODY = 64 * MIB
-BODY_S = 60.0  # in which a client has to send its request
+BODY_S = 60.0  # in which a client must send its request
 KEEP_ALIVE_S = 75.0
-SILENCE_S = 15.0  # between two comments by which a streamed answer says that it is still being made
+SILENCE_S = 15.0  # between keep-alive comments of a streamed answer
 EXPIRE_S = 30.0  # between two checks for unused sessions
-REACHED_S = 30.0  # for which the controller may be gone before the gateway says that it is not healthy
+REACHED_S = 30.0  # the controller may be gone this long before the gateway reports itself as unhealthy
 BACKLOG = 2048
 _SESSION_NAME = re.compile(r"[\x21-\x7e]{1,256}")
 
@@ -83,10 +82,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class GatewayRoutes:
-    """Answers requests by the parts that it is given. `models`: the names under which clients may ask for the model.
-
-    `timeout_s`: the time of a response.
-    """
+    """Answers requests. `models`: the model's names for clients. `timeout_s`: the time limit of a response."""
 
     def __init__(
         self, pool: ControllerClient, timeout_s: float, sessions: Sessions, limits: ModelLimits, chats: Chats,
@@ -98,10 +94,10 @@ class GatewayRoutes:
         self.slow = SlowClients()
 
     def application(self) -> web.Application:
-        """Return the application of aiohttp."""
+        """Return the aiohttp application."""
         app = web.Application(middlewares=[self._guarded], client_max_size=LARGEST_BODY)
         app.router.add_get("/health", self._health)
-        # With the session in the path for clients that cannot send the header: their base URL names it.
+        # The session may be in the path, for clients that can set a base URL but no header.
         for begin in ("", "/in/{session}"):
             app.router.add_get(f"{begin}/v1/models", self._list_models)
             app.router.add_post(f"{begin}/inference/v1/generate", self._generate)
@@ -124,7 +120,7 @@ class GatewayRoutes:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Let a request pass that has the token; answer errors in OpenAI's form."""
+        """Pass on requests that have the token; answer errors in OpenAI's form."""
         self.slow.asked(request)
         try:
             if request.path != "/health":
@@ -140,9 +136,9 @@ class GatewayRoutes:
         return _json(failure.content(), failure.status)
 
     def _authenticate(self, request: web.Request) -> None:
-        """Raise ApiError without the right bearer token; the comparison takes the same time for all wrong ones."""
+        """Raise ApiError without the right bearer token; the comparison takes constant time."""
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        # Bytes of a header that are no UTF-8 arrive as surrogates.
+        # Bytes of a header that are not UTF-8 arrive as surrogates.
         same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token)
         if kind.lower() != "bearer" or not same:
             message = (
@@ -151,7 +147,7 @@ class GatewayRoutes:
             raise ApiError(401, message, kind="authentication_error", code="invalid_api_key")
 
     async def _health(self, request: web.Request) -> web.Response:
-        """Answer 200 while the rollout controller is reached; anybody may ask."""
+        """Answer 200 while the rollout controller is reached; needs no token."""
         return web.Response(status=503 if self._pool.lost_s() > REACHED_S else 200)
 
     async def _list_models(self, request: web.Request) -> web.Response:
@@ -186,16 +182,16 @@ class GatewayRoutes:
             return _json(await self._chats.answer(asked, exchange))
 
     async def _stream(self, request: web.Request, asked: ChatRequest, exchange: Exchange) -> web.StreamResponse:
-        """Send a chat's answer as server-sent events. An error after its beginning is an event, as in vLLM."""
+        """Send a chat's answer as server-sent events. A later error is an event, as in vLLM."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
 
         async def send(chunk: Mapping[str, Any]) -> None:
-            if not response.prepared:  # until then an error of the request can have a status
+            if not response.prepared:  # before this, an error can still have a status
                 await response.prepare(request)
             await response.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
 
         async def say_waiting() -> None:
-            with suppress(ConnectionError):  # the client has gone, and the request is cancelled
+            with suppress(ConnectionError):  # the client has gone; the request is cancelled
                 while True:
                     await asyncio.sleep(SILENCE_S)
                     if response.prepared:
@@ -241,7 +237,7 @@ def _checked_name(name: str) -> str:
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
-    """Return the JSON object of a request. Raises ApiError if it is none, too large, or comes too slowly."""
+    """Return the JSON object of a request. Raises ApiError if it is not one, too large, or too slow."""
     try:
         async with asyncio.timeout(BODY_S):
             content = await request.read()
@@ -252,7 +248,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
     try:
         return msgspec.json.decode(content, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON object: {error}") from None
+        raise ApiError(400, f"the body is not a JSON object: {error}") from None
 
 
 def _json(content: Mapping[str, Any], status: int = 200) -> web.Response:
@@ -270,7 +266,7 @@ class GatewayServer:
         self._slow = routes.slow
 
     async def start(self, listener: socket.socket) -> None:
-        """Serve at a socket that is bound already."""
+        """Serve on a bound socket."""
         allow_open_files()
         await self._runner.setup()
         listener.setblocking(False)
@@ -280,19 +276,19 @@ class GatewayServer:
         self._server = await loop.create_server(self._slow.watched(server), sock=listener, backlog=BACKLOG)
 
     async def close(self) -> None:
-        """Stop listening, and end the requests that are under way."""
+        """Stop listening, and end running requests."""
         self._server.close()
         await self._runner.cleanup()
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket bound to one address; port 0: a free one. Raises OSError if that is not possible."""
+    """Return a socket bound to one address; port 0: a free one. Raises OSError if that fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
 
 def allow_open_files() -> None:
-    """Raise the soft limit of open files to the hard one: each client's connection is one."""
+    """Raise the soft limit of open files to the hard one: each connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -22,7 +22,7 @@ from megarl.gateway.token_route import PRIORITY, finite, version_spans
 from megarl.queue.images import IMAGE_MARK
 from megarl.rollout.engine.response_parts import ResponsePart
 
-# Labels and hints of OpenAI's API that change nothing here.
+# Labels and hints of OpenAI's API without effect here.
 _LABELS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
      "request_id", "cache_salt")
@@ -31,7 +31,7 @@ _READ_HARMLESS = frozenset(("skip_special_tokens", "include_stop_str_in_output")
 # Why a field must have its default.
 _ONLY_DEFAULT = {
     "top_logprobs": "the gateway returns the log-prob of the sampled token only; remove it",
-    "parallel_tool_calls": "the gateway cannot keep the model from several calls in a turn; remove it",
+    "parallel_tool_calls": "the gateway cannot limit the model to one call per turn; remove it",
     "add_generation_prompt": "the gateway only begins turns of the model; remove it",
     "continue_final_message": "the gateway only begins turns of the model; remove it",
     "priority": PRIORITY,
@@ -50,8 +50,8 @@ class _StreamOptions(msgspec.Struct):
 class ChatRequest(SamplingFields):
     """A chat. The fields of `_ONLY_DEFAULT` must have their defaults.
 
-    Once it is read, its messages have text for content, or parts if there are images (`images_of`), and objects for the
-    arguments of tool calls, as templates need.
+    After reading, the content of messages is text, or parts if there are images (`images_of`), and arguments of tool
+    calls are objects, as templates need.
     """
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
@@ -115,7 +115,7 @@ class _Message(msgspec.Struct):
 
 
 def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
-    """Read a chat. Raises ApiError naming the field that is wrong or not supported."""
+    """Read a chat. Raises ApiError naming a wrong or unsupported field."""
     given = read_fields(body, ChatRequest, ignored=_LABELS | HARMLESS - _READ_HARMLESS)
     for name, why in _ONLY_DEFAULT.items():
         if getattr(given, name) != getattr(_DEFAULTS, name):
@@ -131,7 +131,7 @@ def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
 
 
 def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as chat templates read it. Raises ApiError."""
+    """Return a message in the form for chat templates. Raises ApiError."""
     read = checked(given, _Message, where)
     for name in ("function_call", "audio"):
         if getattr(read, name):
@@ -140,7 +140,7 @@ def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
     message["content"] = content = _content(where, read.content)
     if not isinstance(content, str) and read.role not in ("user", "tool"):
         raise refused(f"{where}.content", "may have images in messages of user and tool only")
-    if read.role == "developer":  # OpenAI's newer name; templates leave out messages of roles that they do not know
+    if read.role == "developer":  # OpenAI's newer name; templates leave out messages of unknown roles
         message["role"] = "system"
     if read.tool_calls:
         calls = zip(given["tool_calls"], read.tool_calls, strict=True)
@@ -149,7 +149,7 @@ def _message(where: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content(where: str, content: str | list[_Part] | None) -> str | list[dict[str, str]]:
-    """Return a content's text; with images, its parts as templates take them, where each image still has its `url`."""
+    """Return a content's text, or with images its parts for templates, where each image still has its `url`."""
     if content is None or isinstance(content, str):
         return content or ""
     parts: list[dict[str, str]] = []
@@ -167,7 +167,7 @@ def _content(where: str, content: str | list[_Part] | None) -> str | list[dict[s
 
 
 def images_of(message: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the parts of a message that are images."""
+    """Return the image parts of a message."""
     content = message["content"]
     return [] if isinstance(content, str) else [part for part in content if part["type"] == "image"]
 
@@ -184,21 +184,18 @@ def _given_call(where: str, given: dict[str, Any], call: _Call) -> dict[str, Any
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            raise refused(f"{where}.function.arguments", "is no JSON") from None
+            raise refused(f"{where}.function.arguments", "is not JSON") from None
     return {**given, "type": "function", "function": {**given["function"], "arguments": arguments}}
 
 
 _DEFAULTS = ChatRequest(messages=[])
 
 
-# --- answers
-
-
 @dataclass(frozen=True)
 class ChatText:
-    """Holds the text of a response: its content, and its tool calls in OpenAI's form.
+    """The text of a response: its content, and its tool calls in OpenAI's form.
 
-    `requested`: the calls as a reward function gets them (`Turn.calls`), those that cannot be read included.
+    `requested`: all calls, also malformed ones, as reward functions get them (`Turn.calls`).
     """
 
     content: str
@@ -207,7 +204,7 @@ class ChatText:
 
 
 def cut_at(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Return a text up to the first stop string in it, and whether there is one."""
+    """Return a text up to its first stop string, and whether there is one."""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     return (text[: min(found)], True) if found else (text, False)
 
@@ -215,9 +212,8 @@ def cut_at(text: str, stops: Sequence[str]) -> tuple[str, bool]:
 def read_turn(text: str, form: ToolFormat | None, tools: ToolSchemas, name: str) -> ChatText:
     """Return content and calls of a whole turn. `form`: of its calls; None if the model was shown no `tools`.
 
-    `name`: of the turn, by which its calls get ids of their own.
-
-    A turn with a call that cannot be read is content as a whole: OpenAI's form has no place for such a call.
+    `name`: of the turn; makes the ids of its calls unique. A turn with a malformed call is content as a whole, because
+    OpenAI's form has no place for such a call.
     """
     if form is None:
         return ChatText(text)
@@ -246,7 +242,7 @@ def message_of(turn: ChatText) -> dict[str, Any]:
 
 
 def finish_of(turn: ChatText, part: ResponsePart, stopped: bool) -> str:
-    """Return OpenAI's name of how a response ended. `stopped`: at a stop string."""
+    """Return OpenAI's finish reason. `stopped`: at a stop string."""
     if stopped:
         return "stop"
     if part.finish_reason == "stop" and turn.calls:
@@ -255,7 +251,7 @@ def finish_of(turn: ChatText, part: ResponsePart, stopped: bool) -> str:
 
 
 def chat_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
-    """Return the log-probs of tokens, whose texts are `tokens`."""
+    """Return the log-probs of tokens; `tokens`: their texts."""
     content = [
         {"token": token, "bytes": list(token.encode()), "logprob": finite(value), "top_logprobs": []}
         for token, value in zip(tokens, logprobs, strict=True)
@@ -264,12 +260,12 @@ def chat_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> dict[str,
 
 
 def token_fields(part: ResponsePart) -> dict[str, Any]:
-    """Return the tokens of a response and the versions that made them, for `return_token_ids`."""
+    """Return the tokens of a response and their weight versions, for `return_token_ids`."""
     return {"token_ids": part.response_ids, "weight_versions": version_spans(part.versions)}
 
 
 def head_of(request_id: str, model: str, created: int, *, chunk: bool) -> dict[str, Any]:
-    """Return the fields that begin an answer, or each chunk of a streamed one."""
+    """Return the first fields of an answer, or of each chunk of a streamed one."""
     kind = "chat.completion.chunk" if chunk else "chat.completion"
     return {"id": f"chatcmpl-{request_id}", "object": kind, "created": created, "model": model}
 

@@ -1,4 +1,4 @@
-"""Answers chats: the prompt, which continues the exact tokens of its session's turns, and the text of the response."""
+"""Answers chats: makes prompts that continue the exact tokens of the session's turns, and texts of responses."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ from megarl.gateway.text import ModelText
 from megarl.gateway.token_route import usage_of
 from megarl.rollout.engine.response_parts import ResponsePart, first_tokens, tokens_from
 
-# The text of a response that is still being made: how much of it can be sent already. Pure.
-#
-# Held back is what later tokens may change: the bytes of an unfinished character, the beginning of a stop string, and,
-# where the model may call tools, everything that may turn out to be part of a call.
-
-_UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character yet
+_UNFINISHED = "\ufffd"  # decoders write it for bytes of an unfinished character
 
 
 class TextStream:
-    """Gives the content of one response piece by piece; the pieces together are the content of the whole turn."""
+    """Gives the content of a running response piece by piece; the pieces add up to the content of the whole turn. Pure.
+
+    It holds back what later tokens may change: the bytes of an unfinished character, the beginning of a stop string,
+    and, with tools, everything that may be part of a call.
+    """
 
     def __init__(self, stops: Sequence[str], tools: ToolFormat | None) -> None:
         """`tools`: the format of calls; None if the model was shown no tools."""
@@ -49,7 +48,7 @@ class TextStream:
         self._sent = ""
 
     def piece(self, text: str) -> str:
-        """Return what can be sent in addition to what was sent before. `text`: of all tokens so far."""
+        """Return the next piece that can be sent. `text`: of all tokens so far."""
         sure, stopped = cut_at(text, self._stops)
         if not stopped:
             sure = sure.rstrip(_UNFINISHED)
@@ -60,27 +59,27 @@ class TextStream:
         return self._send(sure)
 
     def last_piece(self, turn: ChatText) -> str:
-        """Return what is missing of the content of a response that has ended."""
+        """Return the rest of the content of a response that has ended."""
         return self._send(turn.content)
 
     def _send(self, content: str) -> str:
         if not content.startswith(self._sent):
-            return ""  # a decoder changed its mind about the last characters; the next piece may fit again
+            return ""  # the decoder changed the last characters; the next piece may fit again
         piece, self._sent = content[len(self._sent) :], content
         return piece
 
 
 STREAM_S = 0.2  # between two pieces of a streamed response
-STOPS_S = 0.5  # between two looks for stop strings in a response that is not streamed
+STOPS_S = 0.5  # between two searches for stop strings in a response that is not streamed
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class _Chat:
-    """A chat whose responses are under way: the `added` messages after the turn that it continues, and the key of all.
+    """A chat with running responses: the messages `added` after the turn that it continues, and the `key` of all.
 
-    `format`: of the calls of tools; None if the model is shown none.
+    `format`: of tool calls; None if the model is shown no tools.
     """
 
     request: ChatRequest
@@ -91,7 +90,7 @@ class _Chat:
 
 
 class Chats:
-    """Answers chats by one model."""
+    """Answers chats with one model."""
 
     def __init__(self, text: ModelText, limits: ModelLimits, model: str, image_hosts: Collection[str] = ()) -> None:
         """`image_hosts`: see `ImageUrls`."""
@@ -118,7 +117,7 @@ class Chats:
         return answer | exchange.fields()
 
     async def stream(self, request: ChatRequest, exchange: Exchange, send: Send) -> None:
-        """Send the chunks of a streamed answer, the first one as soon as it is sure to begin. Raises ApiError."""
+        """Send the chunks of a streamed answer, the first one once the requests are accepted. Raises ApiError."""
         chat = await self._begin(request, exchange, STREAM_S)
         head = head_of(exchange.id, self._model, int(time.time()), chunk=True)
         count = len(exchange.responses)
@@ -134,7 +133,7 @@ class Chats:
             await send({**head, "choices": [], "usage": usage} | exchange.fields())
 
     async def _begin(self, request: ChatRequest, exchange: Exchange, interval_s: float | None) -> _Chat:
-        """Make the prompt of a chat, and ask for the responses to it. Raises ApiError."""
+        """Make the prompt of a chat, and request its responses. Raises ApiError."""
         kwargs, session = request.chat_template_kwargs, exchange.session
         files = await self._read_images(request.messages)
         keys = keys_of(root_key(request.tools, kwargs), request.messages)
@@ -155,7 +154,7 @@ class Chats:
         return _Chat(request, exchange, added, keys[-1], format_)
 
     async def _read_images(self, messages: Sequence[dict[str, Any]]) -> list[bytes]:
-        """Return the files of a chat's images, each of whose parts gets its digest for its URL. Raises ApiError."""
+        """Return the files of a chat's images, and replace the URL of each image part by a digest. Raises ApiError."""
         files: list[bytes] = []
         places = [(at, number, part) for at, each in enumerate(messages) for number, part in enumerate(images_of(each))]
         most = 0 if self._text.images is None else self._text.images.most
@@ -175,14 +174,14 @@ class Chats:
         return files
 
     async def _progress(self, chat: _Chat, response: Generation) -> AsyncIterator[tuple[ResponsePart, bool, bool]]:
-        """Yield the tokens so far whenever there are more, and whether these are all of the response, by a stop string.
+        """Yield (tokens so far, whether that is all, whether a stop string ended it) whenever there are more tokens.
 
-        The last ones are the whole response, or end with its first stop string. Raises ApiError if it fails.
+        The last tokens are the whole response, or end with its first stop string. Raises ApiError if it fails.
         """
         known = 0
         while True:
             await response.more_than(known)
-            part, ended = response.part, response.ended  # as they are now: more may come during the search
+            part, ended = response.part, response.ended  # a snapshot: more may come during the search
             if (cut := await self._cut(chat, part)) is not None:
                 yield cut, True, True
                 return
@@ -193,7 +192,7 @@ class Chats:
             known = len(part.response_ids)
 
     async def _cut(self, chat: _Chat, part: ResponsePart) -> ResponsePart | None:
-        """Return a response up to the end of its first stop string; None if it has none."""
+        """Return a response up to the end of its first stop string, or None."""
         if not chat.request.stops or not part.response_ids:
             return None
         tools = chat.format is not None
@@ -201,7 +200,7 @@ class Chats:
         return None if count is None else first_tokens(part, count, "stop")
 
     async def _record(self, chat: _Chat, index: int, part: ResponsePart) -> ChatText:
-        """Record a whole response, choice number `index`, and return its text. Ids of calls tell the choices apart."""
+        """Record a whole response, choice number `index`, and return its text."""
         text = await self._text.text(part.response_ids, tools=chat.format is not None)
         name = f"{chat.exchange.id}_{index}"
         turn = read_turn(cut_at(text, chat.request.stops)[0], chat.format, chat.request.tools, name)
@@ -242,7 +241,7 @@ def _content(piece: str) -> dict[str, str]:
 
 
 def _continued(session: GatewaySession, keys: Sequence[str]) -> tuple[RecordedTurn | None, int]:
-    """Return the turn of the session that ends the longest beginning of a chat, and how many messages that has."""
+    """Return the session's turn that ends the longest known beginning of a chat, and the beginning's length."""
     for known in range(len(keys) - 1, 0, -1):
         if (turn := session.by_key(keys[known])) is not None:
             return turn, known

@@ -1,4 +1,4 @@
-"""One request of a client and its responses: asked for as its session says, and recorded there."""
+"""One request of a client and its responses, which follow the terms of its session and are recorded there."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megarl.rollout.fleet.external_requests import ExternalRequest
 
 
 class Exchange:
-    """A request and its responses. `id`: a name of its own; `parent`: the turn of its session that it continues."""
+    """A request and its responses. `id`: a unique name; `parent`: the turn of its session that it continues."""
 
     def __init__(
         self, pool: ControllerClient, timeout_s: float, sessions: Sessions, session: GatewaySession | None
     ) -> None:
-        """`timeout_s`: the time of a response. `session`: None if the request has none; then nothing is recorded."""
+        """`timeout_s`: the time limit of a response. `session`: None: nothing is recorded."""
         self.id = uuid.uuid4().hex
         self.session = session
         self.prompt_ids: list[int] = []
@@ -37,12 +37,12 @@ class Exchange:
         self, prompt_ids: list[int], asked: SamplingChoice, parent: RecordedTurn | None,
         interval_s: float | None = None, shown: tuple[ShownImage, ...] = (),
     ) -> None:  # fmt: skip
-        """Ask for the responses to a prompt, sampled as `asked` or as the terms of the session say.
+        """Request the responses to a prompt, sampled as `asked`, or as the terms of the session say.
 
         `shown`: the images after the tokens of `parent`. `interval_s`: see `ExternalRequest`. Raises ApiError if the
-        session may make no further request, or if too many responses are under way.
+        session may make no more requests, or if too many responses are running.
         """
-        # Requests without a session share no beginning with others, as far as the gateway knows.
+        # As far as the gateway knows, requests without a session share no beginning.
         prefix, of_group, deadline = self.id, False, None
         if (session := self.session) is not None:
             prefix = f"session {session.name}"
@@ -59,7 +59,7 @@ class Exchange:
             files=tuple(shared(file) for _, file in shown),
         )  # fmt: skip
         replica = None if parent is None else parent.replica
-        # The first response has the seed of the request, the others different ones.
+        # The first response has the request's seed, the others have derived ones.
         seeds = [asked.seed if not i or asked.seed is None else request_seed(asked.seed, 0, i) for i in range(asked.n)]
         self.responses = self._pool.open(
             ExternalRequest(
@@ -70,13 +70,13 @@ class Exchange:
         )  # fmt: skip
 
     async def results(self) -> list[ResponsePart]:
-        """Wait until the responses have ended; return them. Raises ApiError for the first that failed."""
+        """Wait until the responses have ended, and return them. Raises ApiError for the first failed one."""
         for each in self.responses:
             await each.more_than(float("inf"))
         return [each.result() for each in self.responses]
 
     def record(self, response: Generation, part: ResponsePart, **chat: Any) -> None:  # noqa: ANN401  # as they are there
-        """Record the tokens of a response that has ended. `chat`: `key`, `messages` and `calls` of a chat's turn."""
+        """Record the tokens of an ended response. `chat`: `key`, `messages` and `calls` of a chat's turn."""
         if self.session is None:
             return
         parent = None if self.parent is None else self.parent.number
@@ -87,7 +87,7 @@ class Exchange:
         self._turns.append(turn.number)
 
     def fields(self) -> dict[str, Any]:
-        """Return what the answer says about the session: the numbers of its new turns and of the one they continue."""
+        """Return the answer's session fields: the numbers of its new turns and of the turn they continue."""
         if self.session is None:
             return {}
         parent = None if self.parent is None else self.parent.number
@@ -96,8 +96,9 @@ class Exchange:
 
 @contextmanager
 def exchange_in(sessions: Sessions, name: str | None, pool: ControllerClient, timeout_s: float) -> Iterator[Exchange]:
-    """Give the exchange of a request in the session `name`, if it has one. Responses that were not collected are
-    dropped. The session records that the request met a bound, so the run knows why its agent fails. Raises as
+    """Give the exchange of a request, in the session `name` if it has one; drop open responses at the end.
+
+    The session records if the request exceeded a bound, so that the run knows why its agent fails. Raises as
     `Sessions.using`.
     """
     with nullcontext() if name is None else sessions.using(name, time.monotonic()) as session:

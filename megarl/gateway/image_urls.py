@@ -1,8 +1,8 @@
-"""Reads the images that chats name: data URLs, and URLs of the hosts that the config allows.
+"""Reads images from data URLs in chats, and from URLs of the hosts that the config allows.
 
-No client can make the gateway talk to addresses that are not public, such as those inside a cluster or a cloud's
-metadata: names are resolved here, every address is checked, and the connection goes to one of these. A redirect is read
-like a URL of the client.
+No client can make the gateway connect to non-public addresses, such as those inside a cluster or a cloud's metadata:
+names are resolved here, every address is checked, and the connection goes to one of these. Redirects are checked like
+the client's URLs.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from megarl.common.values import data_url_content
 from megarl.models.hf.image_patches import MOST_BYTES
 from megarl.rollout.transport.link import own_text
 
-FETCH_S = 20.0  # redirects included
+FETCH_S = 20.0  # including redirects
 MOST_REDIRECTS = 3
-_TRANSLATED = ipaddress.ip_network("64:ff9b::/96")  # to IPv4 addresses, which may be any
+_TRANSLATED = ipaddress.ip_network("64:ff9b::/96")  # translated to any IPv4 address
 
 
 class ImageUrls:
-    """Reads images. `hosts`: those from which they may be fetched, `name` or `name:port` (`gateway.image_hosts`)."""
+    """Reads images. `hosts`: where they may be fetched, as `name` or `name:port` (`gateway.image_hosts`)."""
 
     def __init__(self, hosts: Collection[str]) -> None:
         self._hosts = frozenset(host.lower() for host in hosts)
 
     async def read(self, url: str) -> bytes:
-        """Return the file of an image. Raises ValueError, which says why it is not read."""
+        """Return the file of an image. Raises ValueError with the reason if it is not read."""
         try:
             async with asyncio.timeout(FETCH_S):
                 if url[:5].lower() == "data:":
@@ -43,7 +43,7 @@ class ImageUrls:
 
     async def _fetch(self, url: str) -> bytes:
         where = httpx.URL(url)
-        headers = {"Accept-Encoding": "identity"}  # its size is bounded as it is sent
+        headers = {"Accept-Encoding": "identity"}  # the bound is on the bytes sent
         async with httpx.AsyncClient(headers=headers, trust_env=False, follow_redirects=False) as client:
             for _ in range(MOST_REDIRECTS + 1):
                 self._check_host(where)
@@ -89,7 +89,7 @@ async def _public_address(host: str, port: int) -> str:
 
 
 def public(address: str) -> bool:
-    """Return whether an IP address, and one that it stands for, is reached by anybody on the Internet."""
+    """Return whether an IP address is public; IPv6 addresses that map to IPv4 ones are not."""
     ip = ipaddress.ip_address(address)
     if isinstance(ip, ipaddress.IPv6Address) and (ip.ipv4_mapped or ip.sixtofour or ip.teredo or ip in _TRANSLATED):
         return False

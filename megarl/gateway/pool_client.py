@@ -1,7 +1,7 @@
-"""The way from the gateway to the rollout controller, whose messages share few Ray calls (`rollout/transport/link.py`).
+"""The gateway's client of the rollout controller; messages share few Ray calls (`rollout/transport/link.py`).
 
-If the controller dies, the supervisor starts another one under the same name; the client finds it and begins there what
-was open, each response from the tokens that it has.
+If the controller dies, the supervisor starts another one under the same name. The client finds it and restarts the open
+requests there, each from its tokens so far.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megarl.gateway.request_fields import ApiError, not_generated
+from megarl.gateway.request_fields import not_generated, too_many
 from megarl.rollout.engine.response_parts import ResponsePart, join_parts
 from megarl.rollout.fleet.external_requests import ExternalDrop, ExternalNews, ExternalRequest, Failure
 from megarl.rollout.transport.link import LinkClient, LinkLost, own_text
@@ -23,13 +23,13 @@ from megarl.rollout.transport.link import LinkClient, LinkLost, own_text
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-MOST_OPEN = 16_384  # responses under way: 2,000 sessions with eight each
-# The controller's own message comes first: it knows for whom the request waits.
+MOST_OPEN = 16_384  # running responses: 2,000 sessions with eight each
+# So that the controller's timeout comes first: it knows what the request waits for.
 MARGIN_S = 15.0
 
 
 class Generation:
-    """The response to one request, as far as the gateway knows it. `name`: of the request at the present controller."""
+    """The response to one request, as far as the gateway knows it. `name`: the request's at the current controller."""
 
     def __init__(self, request: ExternalRequest, lost_s: Callable[[], float]) -> None:
         """`request`: its deadline is on the clock of this process. `lost_s`: see `ControllerClient.lost_s`."""
@@ -44,7 +44,7 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """True if the response is complete, or has failed."""
+        """True if the response is complete or has failed."""
         return self.part.finish_reason is not None or bool(self.failure)
 
     async def more_than(self, known: float) -> None:
@@ -62,19 +62,19 @@ class Generation:
             raise not_generated("late", message) from None
 
     def result(self) -> ResponsePart:
-        """Return the tokens of a response that has ended. Raises ApiError if it failed."""
+        """Return the tokens of an ended response. Raises ApiError if it failed."""
         if self.failure:
             raise not_generated(self.failure, self.error)
         return self.part
 
 
 class ControllerClient:
-    """Keeps the open requests of the gateway and brings them to the present controller."""
+    """Keeps the gateway's open requests and sends them to the current controller."""
 
     def __init__(self, gateway: str, find: Callable[[], Awaitable[Any]], rpc_s: float) -> None:
-        """`gateway`: a name that no other gateway of the run has had. `find` returns the present controller, or raises.
+        """`gateway`: a unique name among the run's gateways. `find` returns the current controller, or raises.
 
-        `rpc_s`: how long an answer of the controller may be late.
+        `rpc_s`: how late an answer of the controller may be.
         """
         self._gateway, self._find, self._rpc_s = gateway, find, rpc_s
         self._open: dict[str, Generation] = {}
@@ -88,27 +88,26 @@ class ControllerClient:
         return len(self._open)
 
     def lost_s(self) -> float:
-        """Return for how many seconds the controller has not been reached; 0 while it is."""
+        """Return how many seconds the controller has been unreachable; 0 while it is reached."""
         return 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
 
     def open(self, requests: Iterable[ExternalRequest]) -> list[Generation]:
-        """Begin requests, whose ids may be any. Raises ApiError if too many are under way."""
+        """Start requests; their ids are replaced. Raises ApiError if too many are running."""
         opened = [Generation(each, self.lost_s) for each in requests]
         if len(self._open) + len(opened) > MOST_OPEN:
-            message = f"{len(self._open)} responses are under way, and {MOST_OPEN} may be; try again later"
-            raise ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
+            raise too_many(f"{len(self._open)} responses are under way, and {MOST_OPEN} may be; try again later")
         self._add(opened)
         return opened
 
     def drop(self, generation: Generation) -> None:
-        """Stop working on a request; nothing happens if it has ended."""
+        """Stop working on a request, unless it has ended."""
         if self._open.pop(generation.name, None) is not None and self._link is not None:
             self._link.send(ExternalDrop(generation.name))
 
     async def run(self) -> None:
-        """Bring requests to the controller and receive news until cancelled; find the next one when it is lost.
+        """Send requests to the controller and receive news until cancelled; find the next controller after a loss.
 
-        Everything that is open is begun there under new names: engines may still work on the requests of before.
+        Open requests restart there under new names: engines may still work on the old ones.
         """
         while True:
             controller = await self._connect()
@@ -117,7 +116,7 @@ class ControllerClient:
                 "the rollout controller", controller, self._rpc_s, self._receive, lost.set_result, int,
                 gather_s=0.0, link=uuid.uuid4().hex, who="the gateway",
             )  # fmt: skip
-            self._link.send(ExternalDrop(""))  # by which the controller knows the link
+            self._link.send(ExternalDrop(""))  # introduces the link to the controller
             generations = list(self._open.values())
             self._open.clear()
             self._add(generations)
@@ -132,7 +131,7 @@ class ControllerClient:
             await asyncio.sleep(RETRY_S)
 
     def _add(self, generations: list[Generation]) -> None:
-        """Give requests names that no controller has heard, and send them."""
+        """Give requests new names, and send them."""
         for each in generations:
             each.name = f"{self._gateway}/{next(self._numbers)}"
             self._open[each.name] = each
@@ -146,11 +145,11 @@ class ControllerClient:
                 async with asyncio.timeout(self._rpc_s):
                     return await self._find()
             except Exception as error:
-                logger.info("the rollout controller is not reached yet: %s", own_text(error) or type(error).__name__)
+                logger.info("cannot reach the rollout controller yet: %s", own_text(error) or type(error).__name__)
                 await asyncio.sleep(RETRY_S)
 
     def _wanted(self, name: str) -> ExternalRequest:
-        """Return a request as the present controller gets it: from the tokens so far, with the time that is left."""
+        """Return a request for the current controller, with its tokens so far and its remaining time."""
         generation = self._open[name]
         now, deadline = time.monotonic(), generation.request.deadline
         return replace(

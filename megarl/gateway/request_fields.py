@@ -1,7 +1,7 @@
-"""Reads the fields of HTTP requests, the sampling parameters among them. Pure.
+"""Reads the fields of HTTP requests, including sampling parameters. Pure.
 
-A field that the gateway does not know is refused by name: it may change the response, and a harness must not train on
-samples of another distribution than it asked for. A null, and a field without an effect, is accepted.
+An unknown field is refused by name: it may change the response, and a harness must not train on samples of another
+distribution than it asked for. Nulls and fields without effect are accepted.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from megarl.rollout.engine.continuation import GroupDeadline
 from megarl.rollout.engine.messages import SamplingSpec, request_seed
 from megarl.rollout.fleet.external_requests import Failure
 
-# The errors that the gateway answers with, in OpenAI's form: what was wrong, in which field, and the HTTP status.
-
 TOO_LONG, NO_TURN_LEFT = "context_length_exceeded", "no_turn_left"
-BOUNDS = (TOO_LONG, NO_TURN_LEFT)  # the codes of errors that end a trajectory
-RUN_SESSIONS = "megarl-"  # begins the names of the sessions of a run's own samples, which nothing but PUT opens
+BOUNDS = (TOO_LONG, NO_TURN_LEFT)  # codes of errors that end a trajectory
+RUN_SESSIONS = "megarl-"  # prefix of session names for the run's samples; only PUT opens these
 
 
 class ApiError(Exception):
-    """A request cannot be answered. `field` is the wrong field, `code` a name for programs."""
+    """A request cannot be answered; the answer has OpenAI's form. `field`: the wrong field; `code`: for programs."""
 
     def __init__(
         self, status: int, message: str, *, kind: str = "invalid_request_error", field: str | None = None,
@@ -41,17 +39,17 @@ class ApiError(Exception):
 
 
 def refused(field: str, why: str) -> ApiError:
-    """Return the error of a field whose value is wrong or not supported."""
+    """Return the error of a field with a wrong or unsupported value."""
     return ApiError(400, f"{field}: {why}", field=field)
 
 
 def too_many(message: str) -> ApiError:
-    """Return the error of a request for which there is no room now."""
+    """Return the error of a request for which there is no room."""
     return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
 
 
 def no_session() -> ApiError:
-    """Return the error of a session that is not there."""
+    """Return the error of an unknown session."""
     reason = (
         "there is no such session: it never began, was ended, was unused for too long (twice timeouts.generate_s), or "
         f"its gateway has died; only PUT opens one whose name begins with {RUN_SESSIONS!r}"
@@ -70,8 +68,7 @@ def not_generated(failure: Failure, message: str) -> ApiError:
 
 LARGEST_SEED = 2**63 - 1
 
-# The gateway's responses are token ids, or text without special tokens, and whole; these choose among other forms of
-# them.
+# These choose the form of responses. The gateway's are whole, as token ids or as text without special tokens.
 HARMLESS = frozenset(
     ("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "output_kind", "skip_clone",
      "skip_reading_prefix_cache", "flat_logprobs", "routed_experts_prompt_start", "include_stop_str_in_output")
@@ -83,7 +80,7 @@ _FIELD = re.compile("Object (contains unknown|missing required) field `(.*)`", r
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Holds what the model allows: tokens of prompt and response together, ids, and the ids that end a response."""
+    """The model's limits: tokens of prompt and response together, vocabulary size, and ids that end a response."""
 
     max_model_len: int
     vocabulary: int
@@ -92,7 +89,7 @@ class ModelLimits:
 
 @dataclass(frozen=True)
 class SamplingChoice:
-    """Holds what a request asks for: `n` responses; `seed` of the first one, the others follow from it."""
+    """The sampling of a request: `n` responses; `seed`: of the first one, from which the others' are derived."""
 
     spec: SamplingSpec
     n: int
@@ -100,10 +97,10 @@ class SamplingChoice:
 
 
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The sampling parameters of vLLM that the gateway knows.
+    """The sampling parameters of vLLM that the gateway supports.
 
-    Default: plain sampling at temperature 1 until the model's end, so that log-probs are those of the model itself.
-    Clients write the last three though they ask for nothing by them: only their defaults are supported.
+    The default is plain sampling at temperature 1 until the model's end, so that log-probs are the model's. Only the
+    default of the last three is supported; clients send them anyway.
     """
 
     n: Annotated[int, Meta(ge=1, le=128)] = 1
@@ -121,7 +118,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     min_tokens: Annotated[float, Meta(ge=0, le=0)] = 0.0
 
     def choice(self, limits: ModelLimits, prompt_tokens: int, where: str = "") -> SamplingChoice:
-        """Return what is asked of the engine; `max_tokens` is cut to what fits. Raises ApiError."""
+        """Return the sampling for the engine, with `max_tokens` cut to what fits. Raises ApiError."""
         room = limits.max_model_len - prompt_tokens
         if room < 1:
             reason = f"the prompt has {prompt_tokens} tokens; with one of a response it may have {limits.max_model_len} (max_model_len)"  # noqa: E501
@@ -145,16 +142,16 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 def read_fields(
     body: Mapping[str, Any], kind: type[FieldsOf], *, ignored: frozenset[str] = HARMLESS, where: str = ""
 ) -> FieldsOf:
-    """Return the fields of a request as a `kind`, without nulls and those that are `ignored`.
+    """Return the fields of a request as a `kind`, without nulls and `ignored` fields.
 
-    `where`: the field of the request that holds them. Raises ApiError that names the first one that is wrong.
+    `where`: the field of the request that holds them. Raises ApiError naming the first wrong one.
     """
     given = {name: value for name, value in body.items() if value is not None and name not in ignored}
     return checked(given, kind, where)
 
 
 def checked(content: object, kind: type[FieldsOf], where: str = "") -> FieldsOf:
-    """Return JSON content as a `kind`. Raises ApiError that names what is wrong."""
+    """Return JSON content as a `kind`. Raises ApiError naming the wrong field."""
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
@@ -168,27 +165,23 @@ def checked(content: object, kind: type[FieldsOf], where: str = "") -> FieldsOf:
 
 
 def check_tokens(field: str, ids: list[int], limits: ModelLimits) -> list[int]:
-    """Return token ids. Raises ApiError if one is not in the vocabulary, which would end the engine."""
+    """Return token ids. Raises ApiError if one is not in the vocabulary, which would kill the engine."""
     if ids and not (min(ids) >= 0 and max(ids) < limits.vocabulary):
         outside = next(each for each in ids if not 0 <= each < limits.vocabulary)
-        raise refused(field, f"{outside} is no token id of the model, which has {limits.vocabulary}")
+        raise refused(field, f"{outside} is not a token id of the model, which has {limits.vocabulary}")
     return ids
 
 
-# The terms of a session that the run itself has opened for one of its samples: they hold for all of its requests.
-#
-# The run decides what is trained on: a request of such a session is sampled as the run's other responses, whatever its
-# own sampling fields say. It may only ask for fewer tokens and for further stop tokens.
-
-
 class SessionTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sampling of every request of a session, and the group that it is for: the body of `PUT /v1/sessions/ID`.
+    """The terms of a session that the run opens for a sample: the body of `PUT /v1/sessions/ID`.
 
-    `seed`: None for responses that need none. `prefix`: equal for the sessions of a group of training, whose first
-    prompts are equal; None outside training. `deadline`: that of the group, if it has one; on its way it is as
-    `GroupDeadline.sent`. `most_turns`: the requests that the session may make; None: as many as its agent needs.
+    The run decides what it trains on: every request of the session is sampled like the run's other responses, whatever
+    its sampling fields say. It may only ask for fewer tokens and for more stop tokens.
 
-    `replaces`: sessions whose names begin so are ended, because an attempt that died has left them; "": none.
+    `seed`: None if responses need none. `prefix`: equal for the sessions of a training group, whose first prompts are
+    equal; None outside training. `deadline`: the group's; in the body as `GroupDeadline.sent`. `most_turns`: how many
+    requests the session may make; None: any number. `replaces`: ends the sessions with this prefix, which a dead
+    attempt left; "": none.
     """
 
     sampling: SamplingSpec
@@ -199,10 +192,7 @@ class SessionTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     most_turns: int | None = None
 
     def choice(self, asked: SamplingChoice, number: int) -> SamplingChoice:
-        """Return how request `number` of the session is sampled that has asked for `asked`.
-
-        Raises ApiError if the session may not make so many.
-        """
+        """Return the sampling of request `number`, which asked for `asked`. Raises ApiError beyond `most_turns`."""
         if self.most_turns is not None and number >= self.most_turns:
             reason = f"the session has made the {self.most_turns} requests that it may make (most_turns)"
             raise ApiError(400, reason, code=NO_TURN_LEFT)
@@ -213,7 +203,7 @@ class SessionTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_terms(body: Mapping[str, Any], now: float) -> SessionTerms:
-    """Return the body of `PUT /v1/sessions/ID` that has come `now`. Raises ApiError that names what is wrong."""
+    """Return the body of `PUT /v1/sessions/ID`, received `now`. Raises ApiError naming the wrong field."""
     terms = checked(body, SessionTerms)
     deadline = None if terms.deadline is None else terms.deadline.received(now)
     return msgspec.structs.replace(terms, deadline=deadline)

@@ -1,10 +1,9 @@
-"""The sessions of the gateway: what was sampled in each turn, exactly. Pure: the caller gives the time.
+"""The sessions of the gateway: the exact tokens sampled in each turn. Pure: the caller passes the time.
 
-A session is a tree of turns: a turn continues the tokens of another one, or begins with a prompt of its own. Each turn
-keeps only the tokens of its prompt that come after those of its parent, and the texts of those messages, so a long
-dialogue needs as much memory as its tokens and their texts. What a session has is never dropped while it is used: when
-there is no room, new turns are refused, because a dialogue whose turns are forgotten would go on with tokens that were
-not sampled.
+A session is a tree of turns: a turn continues the tokens of another one, or begins with its own prompt. Each turn keeps
+only the prompt tokens after its parent's, and the texts of those messages, so a dialogue needs as much memory as its
+tokens and texts. Nothing of a used session is dropped: without room, new turns are refused, because a dialogue with
+forgotten turns would continue from tokens that were not sampled.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ from megarl.queue.images import ImageRef
 from megarl.queue.trajectory import FinishReason, VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
 
-# Keys of the beginnings of a conversation, by which a recorded turn of the model is found again. Pure. A key stands for
-# all messages up to one, and for whatever else the prompt depends on. Clients send the model's turns back in slightly
-# other forms than they got them: nulls are left out, arguments of tool calls are written again, white space around a
-# text is lost. Such forms have the same key.
+# A key identifies the beginning of a conversation: all messages up to one, and whatever else the prompt depends on. It
+# finds a recorded turn again. Clients return the model's turns in slightly other forms: without nulls, with rewritten
+# arguments of tool calls, without outer white space. These forms have the same key.
 
 ChatMessage = Mapping[str, Any]
 ShownImage = tuple[ImageRef, bytes]  # an image of a prompt, and its file
@@ -35,21 +33,22 @@ ShownImage = tuple[ImageRef, bytes]  # an image of a prompt, and its file
 # Fields of a message that the prompt depends on. Others, such as `refusal` and `annotations`, come from clients.
 MOST_SESSIONS, MOST_TOKENS = 100_000, 100_000_000  # of a gateway
 TOKEN_BYTES = 12
+# Fields of a message that the prompt depends on. Clients add others, such as `refusal` and `annotations`.
 _FIELDS = ("role", "content", "name", "tool_call_id", "reasoning_content")
 
 
 def root_key(*parts: object) -> str:
-    """Return the key of a conversation without messages. `parts`: whatever else its prompt depends on, as JSON."""
+    """Return the key of an empty conversation. `parts`: whatever else its prompt depends on, as JSON."""
     return _digest("", parts)
 
 
 def extended(key: str, message: ChatMessage) -> str:
-    """Return the key of the messages of `key` followed by `message`."""
+    """Return the key of the conversation `key` followed by `message`."""
     return _digest(key, _canonical(message))
 
 
 def keys_of(root: str, messages: Sequence[ChatMessage]) -> list[str]:
-    """Return the keys of all beginnings: of no message, of the first one, of the first two, and so on."""
+    """Return the keys of all beginnings: of no message, the first one, the first two, and so on."""
     keys = [root]
     for message in messages:
         keys.append(extended(keys[-1], message))
@@ -71,7 +70,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function") or {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # else as the model wrote it
+        with contextlib.suppress(ValueError):  # keep the text if it is not JSON
             arguments = json.loads(arguments)
     return {"id": call.get("id"), "name": function.get("name"), "arguments": arguments}
 
@@ -85,9 +84,9 @@ def _digest(before: str, value: object) -> str:
 class RecordedTurn:
     """One response of a session. `added_ids`: its prompt, without the tokens of the turn `parent` that it continues.
 
-    `replica`: the one that has its tokens in its KV cache. Of a chat there are also, for functions that look at the
-    whole dialogue, role and text of the `messages` after the turn that it continues, and the `calls` of its response,
-    as `Turn.calls`. `shown`: the images among `added_ids`, by their places in the whole prompt.
+    `replica`: has its tokens in its KV cache. Chats also have, for functions that use the whole dialogue, role and text
+    of the `messages` after the parent, and the `calls` of the response, as `Turn.calls`. `shown`: the images among
+    `added_ids`, by their places in the whole prompt.
     """
 
     number: int
@@ -105,16 +104,16 @@ class RecordedTurn:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that it keeps; the files of its images count as tokens of so many bytes."""
+        """The number of tokens it keeps; image files count as tokens of `TOKEN_BYTES` bytes."""
         files = sum(len(file) for _, file in self.shown) // TOKEN_BYTES
         return len(self.added_ids) + len(self.response_ids) + files
 
 
 class GatewaySession:
-    """The turns of one session. `used_at`: when it was used last; `open_requests`: how many are under way.
+    """The turns of one session. `used_at`: when it was last used; `open_requests`: how many are running.
 
-    `terms`: what it fixes for its requests; None if a client has begun it by using it. `refused`: the code of the error
-    with which a request was refused at a bound of the trajectory; "" if none was, or if a turn has followed.
+    `terms`: fixed for its requests; None if a client began it by using it. `refused`: the error code of a request
+    refused at a bound of the trajectory; "" if none was, or if a turn has followed.
     """
 
     def __init__(self, name: str, now: float, terms: SessionTerms | None = None) -> None:
@@ -127,7 +126,7 @@ class GatewaySession:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that the session keeps."""
+        """The number of tokens it keeps."""
         return sum(turn.tokens for turn in self.turns)
 
     def ids_through(self, number: int | None) -> list[int]:
@@ -156,12 +155,12 @@ class GatewaySession:
         return self.ids_through(turn.parent) + turn.added_ids.tolist()
 
     def by_key(self, key: str) -> RecordedTurn | None:
-        """Return the last turn that ended the conversation with this key."""
+        """Return the last turn that ended the conversation of this key."""
         found = self._by_key.get(key)
         return None if found is None else self.turns[found]
 
     def continued_by(self, prompt_ids: Sequence[int]) -> RecordedTurn | None:
-        """Return the turn whose prompt and response are the longest beginning of a prompt."""
+        """Return the turn whose prompt and response form the longest beginning of a prompt."""
         prompt = array("i", prompt_ids)
         best: tuple[int, int] | None = None
         ahead = [(number, 0) for number in self._children.get(None, ())]
@@ -181,7 +180,7 @@ class GatewaySession:
         replica: int = -1, key: str = "", messages: tuple[tuple[str, str], ...] = (),
         calls: tuple[dict[str, Any], ...] = (), shown: tuple[ShownImage, ...] = (),
     ) -> RecordedTurn:  # fmt: skip
-        """Add a turn. `key`: of the conversation that it ends, if it is a chat's.
+        """Add a turn. `key`: of the conversation that it ends, for a chat.
 
         Raises ValueError if its prompt does not begin with the tokens of `parent`, or if the response has not ended.
         """
@@ -213,7 +212,7 @@ class GatewaySession:
 
 
 def session_content(session: GatewaySession) -> dict[str, Any]:
-    """Return what `GET /v1/sessions/ID` answers: every turn with its exact tokens."""
+    """Return the answer to `GET /v1/sessions/ID`: every turn with its exact tokens."""
     turns = [
         {
             "number": turn.number,
@@ -234,7 +233,7 @@ def session_content(session: GatewaySession) -> dict[str, Any]:
 
 
 class Sessions:
-    """All sessions: `most` at once, `most_tokens` in all; one that was unused for `idle_s` is forgotten."""
+    """All sessions: up to `most` at once, with up to `most_tokens` in all; unused ones expire after `idle_s`."""
 
     def __init__(self, most: int, most_tokens: int, idle_s: float) -> None:
         self._most, self._most_tokens, self._idle_s = most, most_tokens, idle_s
@@ -253,7 +252,7 @@ class Sessions:
     def open(self, name: str, terms: SessionTerms, now: float) -> None:
         """Begin a session that fixes `terms` for its requests. Raises ApiError if it exists, and as `using`."""
         if name in self._sessions:
-            reason = f"there is a session {name!r} already; open each session once, under a name of its own"
+            reason = f"session {name!r} already exists; open each session once, under a unique name"
             raise ApiError(409, reason, code="session_exists")
         if terms.replaces:
             for left in [each for each in self._sessions if each.startswith(terms.replaces)]:
@@ -263,10 +262,10 @@ class Sessions:
 
     @contextmanager
     def using(self, name: str, now: float) -> Iterator[GatewaySession]:
-        """Give the session during the block, in which it is not forgotten; make it if there is none.
+        """Give the session, created if missing, during the block, in which it does not expire.
 
-        Raises ApiError for one of a run's own that is not there: made here it would lack its terms, and the turns
-        before. Raises it too if there is no room for the session, or for another turn.
+        Raises ApiError for a missing session of a run's sample, which would lack its terms and earlier turns, and if
+        there is no room for the session or another turn.
         """
         self.expire(now)
         if name.startswith(RUN_SESSIONS) and name not in self._sessions:
@@ -282,14 +281,14 @@ class Sessions:
             session.open_requests -= 1
             empty = not session.open_requests and not session.turns and session.terms is None
             if empty and self._sessions.get(name) is session:
-                self.end(name)  # a request that failed keeps no place
+                self.end(name)  # a failed request keeps no session
 
     def _check_room(self, name: str, now: float) -> None:
         self.expire(now)
         if self.tokens >= self._most_tokens:
             raise too_many(
                 f"the sessions have {self.tokens} tokens, and may have {self._most_tokens}: "
-                "end sessions that are finished by DELETE /v1/sessions/ID"
+                "end finished sessions by DELETE /v1/sessions/ID"
             )
         if name not in self._sessions and len(self._sessions) >= self._most:
             raise too_many(
@@ -298,7 +297,7 @@ class Sessions:
             )
 
     def count(self, session: GatewaySession, turn: RecordedTurn, now: float) -> None:
-        """Count a new turn. One of a session that was ended meanwhile does not count."""
+        """Count a new turn, unless its session was ended meanwhile."""
         session.used_at = now
         if self._sessions.get(session.name) is session:
             self.tokens += turn.tokens
@@ -310,11 +309,11 @@ class Sessions:
         del self._sessions[name]
 
     def expire(self, now: float) -> list[str]:
-        """Forget the sessions that were unused for too long; return their names."""
+        """Forget the sessions that were unused too long; return their names."""
         ended = []
         for name, session in list(self._sessions.items()):
             if now - session.used_at <= self._idle_s:
-                break  # those after it were used later
+                break  # later ones were used more recently
             if not session.open_requests:
                 self.end(name)
                 ended.append(name)

@@ -1,7 +1,7 @@
-"""The text side of the gateway's model: prompts of chats and texts of responses, made in one thread of their own.
+"""Makes prompts of chats and texts of responses, in one thread.
 
-The event loop, which serves all clients, does not wait for a long prompt. There is one thread, because a tokenizer is
-not safe in several.
+The event loop, which serves all clients, does not wait for a long prompt. There is only one thread, because a tokenizer
+is not thread-safe.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _MOST_DIALOGUES = 16  # sets of template variables whose renderings are kept
 
 
 class ModelText:
-    """Renders chats and decodes tokens of one model. Every method may be called in the event loop only."""
+    """Renders chats and decodes tokens of one model. Call its methods only in the event loop."""
 
     def __init__(
         self, model: Path, stop_token_ids: Sequence[int], form: FormatName = "template",
         images: PromptImages | None = None,
     ) -> None:  # fmt: skip
-        """`form`: of tool calls (`agent.tool_format`). `images`: how the model is shown images; None if it sees none.
+        """`form`: of tool calls (`agent.tool_format`). `images`: how images are shown; None without vision.
 
-        Raises ValueError if the model has no tokenizer. One without a chat template refuses chats, not tokens.
+        Raises ValueError if the model has no tokenizer. Without a chat template, chats are refused, but not tokens.
         """
         self._tokenizer, self.images = load_tokenizer(model), images
         self._stops = tuple(stop_token_ids)
@@ -59,7 +59,7 @@ class ModelText:
         self, before: list[int], response_ids: Sequence[int], messages: Sequence[Mapping[str, Any]],
         kwargs: Mapping[str, Any],
     ) -> list[int]:  # fmt: skip
-        """Return the token ids of a chat that goes on after tokens `before`, of which the last are `response_ids`.
+        """Return the token ids of a chat that continues after tokens `before`, which end with `response_ids`.
 
         Raises ApiError if the template would change them.
         """
@@ -68,9 +68,9 @@ class ModelText:
     async def placed(
         self, ids: list[int], start: int, files: Sequence[bytes]
     ) -> tuple[list[int], tuple[ImageRef, ...]]:
-        """Return a prompt whose images, after its first `start` tokens, have their tokens; and where each stands.
+        """Return a prompt with the tokens of its images, after its first `start` tokens, and the images' places.
 
-        Raises ApiError for an image that cannot be used.
+        Raises ApiError for an unusable image.
         """
         if self.images is None or not files:
             return ids, ()
@@ -79,13 +79,13 @@ class ModelText:
         return ids[:start] + long, refs
 
     async def text(self, ids: Sequence[int], *, tools: bool) -> str:
-        """Return the text of a turn: with `tools` whole, for the format of calls, else without special tokens."""
+        """Return the text of a turn: with special tokens for `tools`, because calls may use them, else without."""
         if tools:
             return await self._run(lambda: self._dialogue({}).text(ids))
         return await self._run(lambda: self._decoder.texts([ids])[0])
 
     async def cut(self, ids: Sequence[int], stops: Sequence[str], *, tools: bool) -> int | None:
-        """Return how many tokens there are up to the end of the first stop string; None if there is none."""
+        """Return the number of tokens up to the end of the first stop string, or None."""
 
         def stopped(count: int) -> bool:
             part = list(ids[:count])
@@ -110,7 +110,7 @@ class ModelText:
         )
 
     async def tool_format(self) -> ToolFormat:
-        """Return the format in which the model writes tool calls. Raises ApiError if it is not known."""
+        """Return the format in which the model writes tool calls. Raises ApiError if it is unknown."""
         if self._format is None:
             self._format = await self._run(self._find_format, field="tools")
         return self._format
@@ -125,7 +125,7 @@ class ModelText:
         key = json.dumps(kwargs, sort_keys=True)
         if (found := self._dialogues.get(key)) is not None:
             return found
-        PromptEncoder(self._tokenizer, template_kwargs=kwargs)  # raises for a variable that the template does not read
+        PromptEncoder(self._tokenizer, template_kwargs=kwargs)  # raises for an unknown variable
         if len(self._dialogues) >= _MOST_DIALOGUES:
             del self._dialogues[next(iter(self._dialogues))]
         made = self._dialogues[key] = Dialogue(self._tokenizer, self._stops, kwargs)

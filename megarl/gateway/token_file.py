@@ -16,12 +16,12 @@ _PURPOSE = "megarl: clients of the gateway"
 
 
 def gateway_token() -> str:
-    """Return the token of this run's gateway. It is derived from the run's token and does not give it away."""
+    """Return the token of this run's gateway. It is derived from the run's token and does not reveal it."""
     return derive_key(_PURPOSE).hex()
 
 
 def read_token(path: Path) -> str:
-    """Return the token of a file that the user has made. Raises ValueError, with the fix, if others can read it."""
+    """Return the token in a file of the user. Raises ValueError, with the fix, if others can read it."""
     file = os.open(path, os.O_RDONLY)
     with os.fdopen(file, encoding="utf-8") as opened:
         facts = os.fstat(file)
@@ -34,19 +34,19 @@ def read_token(path: Path) -> str:
 
 
 def write_token(run_dir: Path, token: str) -> Path:
-    """Write a token to the file that only the user can read; return it."""
+    """Write a token to a file that only the user can read; return its path."""
     path = run_dir.resolve() / TOKEN_FILE
     write_private(path, token + "\n")
     return path
 
 
 def write_gateway_file(run_dir: Path, url: str, token_file: Path) -> None:
-    """Write RUN_DIR/gateway.json: the URL, and the file with the token."""
+    """Write RUN_DIR/gateway.json: the URL, and the path of the token file."""
     content = {"url": url, "base_url": f"{url}/v1", "token_file": str(token_file)}
     write_private(run_dir / GATEWAY_FILE, json.dumps(content, indent=1) + "\n")
 
 
 def read_gateway_file(run_dir: Path) -> dict[str, str]:
-    """Read what `write_gateway_file` wrote. Raises FileNotFoundError if no gateway has been opened there."""
+    """Read RUN_DIR/gateway.json. Raises FileNotFoundError if no gateway was opened there."""
     content: dict[str, str] = json.loads((run_dir / GATEWAY_FILE).read_text())
     return content

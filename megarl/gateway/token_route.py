@@ -1,7 +1,6 @@
 """`POST /inference/v1/generate`: token ids in and out, in the form of vLLM 0.32. Pure: reads requests, builds answers.
 
-The log-probs carry the token both as vLLM's `token_id` and as `token: "token_id:N"`, which clients that know OpenAI's
-form read.
+Log-probs have the token both as vLLM's `token_id` and as `token: "token_id:N"`, for clients of OpenAI's form.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from megarl.gateway.request_fields import (
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
 
-# A log-prob that the engine does not have, as vLLM writes it. Do not train on such a token.
+# vLLM's value for a missing log-prob. Do not train on such a token.
 NO_LOGPROB = -9999.0
 PRIORITY = "requests of the gateway rank like those of training; remove it"
-# Those that change nothing here.
+# Fields without effect here.
 _IGNORED = frozenset(("cache_salt", "token_offsets", "stream_options", "reasoning_ended", "reasoning_parser_kwargs"))
 
 
@@ -46,7 +45,7 @@ class TokenFields(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TokenSampling(SamplingFields):
-    """The sampling parameters of a request; it may ask for no `stop` strings."""
+    """The sampling parameters of a request; `stop` strings are refused."""
 
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     stop: str | list[str] = ""
@@ -55,7 +54,7 @@ class TokenSampling(SamplingFields):
 def read_token_request(
     body: Mapping[str, Any], limits: ModelLimits, new_id: str
 ) -> tuple[TokenFields, TokenSampling, SamplingChoice]:
-    """Read a request. `new_id`: its id if it names none. Raises ApiError naming the field that is wrong."""
+    """Read a request. `new_id`: its id if it names none. Raises ApiError naming the wrong field."""
     given = read_fields(body, TokenFields, ignored=_IGNORED)
     if not given.token_ids:
         raise refused("token_ids", "is empty or missing; give the token ids of the prompt")
@@ -78,7 +77,7 @@ def read_token_request(
 def token_answer(
     request: TokenFields, model: str, parts: Sequence[ResponsePart], session: Mapping[str, Any], *, logprobs: bool
 ) -> dict[str, Any]:
-    """Return the answer to a request whose responses have ended. `session`: what is said about its session."""
+    """Return the answer to a request whose responses have ended. `session`: its session fields."""
     return {
         "request_id": request.request_id,
         "model": model,
@@ -91,7 +90,7 @@ def token_answer(
 
 
 def _choice(index: int, part: ResponsePart, logprobs: bool) -> dict[str, Any]:
-    more = {"stop_reason": None, "routed_experts": None, "sampling_mask": None}  # as vLLM, which may have them
+    more = {"stop_reason": None, "routed_experts": None, "sampling_mask": None}  # vLLM's fields
     content: list[dict[str, Any]] = [
         {"token_id": token, "token": f"token_id:{token}", "logprob": finite(value), "rank": None, "top_logprobs": []}
         for token, value in zip(part.response_ids, part.logprobs, strict=True)
@@ -113,9 +112,9 @@ def usage_of(prompt_tokens: int, parts: Sequence[ResponsePart]) -> dict[str, int
 
 
 def version_spans(versions: Sequence[VersionSpan]) -> list[dict[str, Any]]:
-    """Return the spans of tokens [start, end) that weights of one version made; the version is text, as in vLLM.
+    """Return the spans of tokens [start, end) made by one weight version, which is text, as in vLLM.
 
-    `replica`: index of the replica whose engine it was, which vLLM does not tell; left out if it is not known.
+    `replica`: the index of the replica, which vLLM lacks; left out if unknown.
     """
     return [
         {"version": str(each.version), "start": each.start, "end": each.end}
@@ -125,5 +124,5 @@ def version_spans(versions: Sequence[VersionSpan]) -> list[dict[str, Any]]:
 
 
 def finite(logprob: float) -> float:
-    """Return a log-prob as it is sent: JSON knows neither infinities nor NaN."""
+    """Return a log-prob that JSON can represent, which has neither infinities nor NaN."""
     return logprob if math.isfinite(logprob) else NO_LOGPROB

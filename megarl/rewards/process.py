@@ -1,6 +1,6 @@
-"""A reward process, seen from its parent, and the form of its answers.
+"""The parent's side of a reward process, and the form of its answers.
 
-These are JSON that the parent checks: it decodes nothing that could run code.
+Answers are JSON that the parent validates: it decodes nothing that could run code.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def decode_answer(encoded: bytes, task: int) -> RewardResult:
 
 
 class RewardProcess:
-    """A reward process, started by the constructor without waiting until it is ready.
+    """A reward process. The constructor starts it without waiting until it is ready.
 
-    The kernel kills it when the thread that constructed it ends (PR_SET_PDEATHSIG). `memory_bytes`: the most that it
-    may allocate; None: no limit.
+    The kernel kills it when the constructing thread ends (PR_SET_PDEATHSIG). `memory_bytes`: how much it may allocate;
+    None: no limit.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class RewardProcess:
             raise StartError(f"{error}; raise timeouts.engine_start_s") from error
 
     def send(self, batch: Sequence[tuple[int, bytes]], timeout_s: float) -> str:
-        """Send a batch of numbers and pickled samples; return why the process does not take it, empty if it does.
+        """Send a batch of numbers and pickled samples; return why the process does not take it, or "".
 
-        It waits for samples, so it takes them at once, unless it was stopped or has ended.
+        It waits for samples, so it takes them at once unless it was stopped or has ended.
         """
         try:
             send_frame(self._connection, pickle.dumps(list(batch)), timeout_s)
@@ -90,7 +90,7 @@ class RewardProcess:
     def receive(self, task: int, timeout_s: float) -> RewardResult:
         """Return the answer for the sample with the number `task`, or why the process has given none.
 
-        That is `timeout` after `timeout_s`, `crash` if it has ended, and `foreign` if it sent anything else.
+        The reason is `timeout` after `timeout_s`, `crash` if the process ended, and `foreign` if it sent anything else.
         """
         reason: ErrorReason
         try:
@@ -104,11 +104,11 @@ class RewardProcess:
         return RewardResult.failed(reason, message)
 
     def kill(self) -> None:
-        """Kill the process and all that it started, as `ChildProcess.kill`. Any thread may call it, also repeatedly."""
+        """Kill the process and everything it started, as `ChildProcess.kill`. Idempotent, for any thread."""
         self._child.kill()
 
     def close(self) -> None:
-        """Kill the process and close the connection. Only the thread that receives from it may call this."""
+        """Kill the process and close the connection. Only for the thread that receives from it."""
         self._child.close()
 
 
@@ -119,7 +119,7 @@ MIN_ERRORS = 16  # fewest failures among them that end the run
 
 
 class Failures:
-    """Counts the failures of one reward function. Pure.
+    """Counts the failures of one reward function, and decides when they end the run and which are reported. Pure.
 
     They are too many when at least MIN_ERRORS of the latest WINDOW samples have failed, and a larger share of them than
     `max_share`.
@@ -133,7 +133,7 @@ class Failures:
         self.by_reason: Counter[ErrorReason] = Counter()
 
     def note(self, reason: ErrorReason | None) -> bool:
-        """Record one sample, which has failed if there is a reason; return whether there are too many failures."""
+        """Record a sample, failed if there is a `reason`; return whether there are too many failures."""
         self._failed.append(reason is not None)
         if reason is None:
             return False
@@ -149,8 +149,8 @@ class Failures:
     def message(self, answer: RewardResult) -> tuple[str, bool]:
         """Return what to say of the failure noted last, "" if nothing, and whether people should see it at once.
 
-        They see the first failure of each reason, with the end of the function's own traceback, and later the 10th,
-        100th, 1000th ... failure of the function. Of the others, the log has the 2nd, 4th, 8th ... of each reason.
+        They see the first failure of each reason, with the end of the function's traceback, and the 10th, 100th, 1000th
+        ... failure of the function. Of the others, the log has the 2nd, 4th, 8th ... of each reason.
         """
         assert answer.reason is not None  # of an answer without a reward
         count, total = self.by_reason[answer.reason], self.by_reason.total()

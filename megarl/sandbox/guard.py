@@ -1,8 +1,8 @@
-"""Ends what a killed process leaves of the sandboxes that it was starting; a program of its own, which imports nothing.
+"""Ends the sandboxes that a killed process was starting; a separate program, without imports from megarl.
 
-bubblewrap's processes end with their starter, but only once they have asked the kernel for it: one that is just being
-started stays if that process is killed. The guard has the reading end of a pipe whose writing end only that process
-has. When the pipe closes, it kills every bubblewrap whose command line has the process's mark, and ends.
+bubblewrap's processes end with their starter, but only once they have asked the kernel for it: one that is just
+starting survives the starter's death. The guard reads from a pipe whose writing end only the starter has. When the pipe
+closes, it kills every bubblewrap whose command line has the starter's mark, and ends.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import threading
 import time
 
 PAUSE_S = 0.05
-QUIET = 4  # looks without finding anything, after which it ends
+QUIET = 4  # it ends after this many searches without a result
 
 
 _STARTING = threading.Lock()
 
 
 def guard_of(owner: int, python: str) -> str:
-    """Return the mark for the command lines of the process `owner`, which is this one; its guard runs then.
+    """Return the mark for command lines of this process, `owner`, after starting its guard.
 
-    `python`: the interpreter. A process that was forked from another one gets a guard of its own.
+    `python`: the interpreter. A forked process gets its own guard.
     """
     with _STARTING:
         return _start_guard(owner, python)[0]
@@ -43,13 +43,13 @@ def _start_guard(owner: int, python: str) -> tuple[str, subprocess.Popen[bytes]]
         stderr=subprocess.DEVNULL,
         env={},
         cwd="/",
-        start_new_session=True,  # it has to outlive what is killed together with this process
+        start_new_session=True,  # it must survive a kill of this process's group
     )
     return mark, guard
 
 
 def marked(owner: str) -> list[int]:
-    """Return the pids of the bubblewraps that a process has started. `owner`: its mark, or the beginning of it."""
+    """Return the pids of the bubblewraps that a process has started. `owner`: its mark, or a prefix of it."""
     found = []
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):

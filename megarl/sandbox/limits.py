@@ -1,4 +1,4 @@
-"""The limits of a sandboxed run, and what it came to."""
+"""The limits and the result of a sandboxed run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LimitName = Literal["time", "cpu", "memory", "output", "disk"]
 
 
 class SandboxError(RuntimeError):
-    """A program could not be run: the sandbox cannot be had, or is closed. The message says what to do."""
+    """A program could not be run: the sandbox is unavailable or closed. The message has the fix."""
 
 
 class SandboxBusyError(SandboxError):
@@ -22,14 +22,14 @@ class Limits:
     """The limits of one run.
 
     Attributes:
-        timeout_s: wall time, the start included.
-        cpu_s: processor seconds of each process, whole ones.
-        memory_mib: memory of all processes and of the scratch directory together; also the address space of each.
+        timeout_s: wall time, including the start.
+        cpu_s: whole CPU seconds of each process.
+        memory_mib: memory of all processes and the scratch directory together; also the address space of each process.
         processes: processes and threads.
         scratch_mib: size of the scratch directory, which is in memory.
         files: open files of each process.
         entries: files and directories in the scratch directory.
-        output_kib: standard output, and also standard error.
+        output_kib: standard output and standard error, each.
     """
 
     timeout_s: float = 10.0
@@ -45,18 +45,18 @@ class Limits:
         """Refuse limits that are not positive; raises ValueError."""
         for name, value in vars(self).items():
             if not value > 0:
-                raise ValueError(f"the sandbox's limit {name} is {value}, and has to be positive")
+                raise ValueError(f"the sandbox's limit {name} is {value}, and must be positive")
         if self.memory_mib < 64:
             raise ValueError(f"the sandbox's limit memory_mib is {self.memory_mib}: Python needs at least 64 MiB")
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a program.
+    """How a program ended.
 
     Attributes:
-        status: its exit status; minus the signal's number if a signal ended it; None if a limit ended it before.
-        limit: the limit that ended it, if one did.
+        status: its exit status; minus the signal's number if a signal ended it; None if a limit did.
+        limit: the limit that ended it, if any.
         seconds: wall time.
     """
 

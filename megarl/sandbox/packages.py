@@ -1,7 +1,7 @@
-"""The packages that programs in a sandbox can import alongside the standard library: what is shown of them, and where.
+"""The packages that sandboxed programs can import besides the standard library.
 
-A package is named as for pip, and taken from the environment of this process together with what it needs; or it is the
-path of a directory, such as a `site-packages`, of which everything is shown.
+A package has its pip name, and comes from this process's environment together with its dependencies; or it is the path
+of a directory, such as a `site-packages`, which is visible as a whole.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import PurePosixPath
 
-FOLDER = "/sandbox/packages"  # where named packages are in the sandbox, wherever they are outside
+FOLDER = "/sandbox/packages"  # where named packages are inside the sandbox
 
 
 @dataclass(frozen=True)
 class Packages:
-    """The mounts of packages, all read-only, and where programs look for them.
-
-    `mounts`: as (path outside, path inside). `search`: directories inside that programs import from, in order.
-    """
+    """Read-only mounts of packages, as (path outside, path inside), and `search`, the import path inside."""
 
     mounts: tuple[tuple[str, str], ...] = ()
     search: tuple[str, ...] = ()
@@ -31,15 +28,15 @@ NO_PACKAGES = Packages()
 
 
 def find_packages(chosen: Sequence[str]) -> Packages:
-    """Return what shows the chosen packages. An entry with a slash is a directory, another one the name of a package.
+    """Return the mounts of the chosen packages. An entry with a slash is a directory, another one a package's name.
 
-    Raises ValueError for a directory that is not there or has no absolute path, and for a package that is not installed
-    or does not say what belongs to it.
+    Raises ValueError for a directory that is missing or not absolute, and for a package that is not installed or does
+    not list its files.
     """
     directories = [each for each in chosen if "/" in each]
     for path in directories:
         if not os.path.isabs(path) or ":" in path or not os.path.isdir(path):
-            raise ValueError(f"{path!r} is no absolute path of a directory, which a sandbox's packages have to be")
+            raise ValueError(f"{path!r} is not the absolute path of a directory, as a sandbox's packages must be")
     names = [each for each in chosen if "/" not in each]
     mounts = dict.fromkeys((path, path) for path in directories)
     for each in _with_needed(names) if names else []:
@@ -48,8 +45,8 @@ def find_packages(chosen: Sequence[str]) -> Packages:
 
 
 def _with_needed(names: Iterable[str]) -> list[metadata.Distribution]:
-    """Return the packages of these names and all that they need, each once."""
-    from packaging.requirements import Requirement  # a sandbox without packages works without it, too
+    """Return the packages of these names and all their dependencies, each once."""
+    from packaging.requirements import Requirement  # only needed with packages
 
     found: dict[str, metadata.Distribution] = {}
     waiting = [(name, "") for name in names]
@@ -76,13 +73,13 @@ def _installed(name: str, needed_by: str) -> metadata.Distribution:
 
 
 def _mounts(found: metadata.Distribution) -> list[tuple[str, str]]:
-    """Return the mounts of one package: its own modules and folders, and nothing else of the directory they are in."""
+    """Return the mounts of one package: only its modules and folders."""
     files = [PurePosixPath(str(each)) for each in found.files or ()]
     files = [each for each in files if not each.is_absolute() and ".." not in each.parts and each.suffix != ".pth"]
     code = [each for each in files if not each.parts[0].endswith((".dist-info", ".egg-info"))]
     if not code:
         raise ValueError(
-            f"the package {found.name!r} of a sandbox does not say which files it has, as one that is installed in "
+            f"the package {found.name!r} of a sandbox does not list its files, perhaps because it is installed in "
             "editable mode: give the absolute path of the directory that has it"
         )
     tops = _own(files, set(files), 1)
@@ -91,9 +88,9 @@ def _mounts(found: metadata.Distribution) -> list[tuple[str, str]]:
 
 
 def _own(files: Sequence[PurePosixPath], all_files: set[PurePosixPath], depth: int) -> set[PurePosixPath]:
-    """Return the paths that hold exactly these files: a folder where it is a package, else what is in it.
+    """Return the paths with exactly these files: a folder if it is a package, else its content.
 
-    A folder without `__init__.py` can hold modules of other packages, too.
+    A folder without `__init__.py` may also have modules of other packages.
     """
     found: set[PurePosixPath] = set()
     below: dict[PurePosixPath, list[PurePosixPath]] = {}

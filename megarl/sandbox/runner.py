@@ -1,4 +1,4 @@
-"""Runs Python programs of strangers, each in a locked-down process of its own, a bounded number at a time."""
+"""Runs untrusted Python programs, each in its own locked-down process, a bounded number at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megarl.sandbox.supervised import OwnedDescriptors, SupervisedRun
 
 @functools.cache
 def _free_slots() -> queue.SimpleQueue[int]:
-    """Return the numbers of this process's places, which decide the user ids of its runs."""
+    """Return the numbers of this process's places, which determine the user ids of its runs."""
     slots: queue.SimpleQueue[int] = queue.SimpleQueue()
     for slot in range(SLOTS_PER_PROCESS):
         slots.put(slot)
@@ -56,13 +56,13 @@ class Cancellation:
         self._open = True
 
     def cancel(self) -> None:
-        """End the run, now or as soon as it begins."""
+        """End the run, or prevent its start."""
         with self._lock:
             if self._open:
                 os.eventfd_write(self.descriptor, 1)
 
     def close(self) -> None:
-        """Close the descriptor; may be repeated."""
+        """Close the descriptor. Idempotent."""
         with self._lock:
             if self._open:
                 self._open = False
@@ -70,15 +70,15 @@ class Cancellation:
 
 
 class Sandbox:
-    """Runs programs, `slots` at once (default: one for each core); the others wait `queue_s` seconds at most.
+    """Runs programs, `slots` at once (default: one per core); others wait `queue_s` seconds at most.
 
-    `packages`: names of installed packages, or directories, that a program may also read and import from; see
-    `find_packages`, whose errors it raises. Any user on the host has to be able to read them.
+    `packages`: names of installed packages, or directories, that programs may import; see `find_packages`, whose errors
+    it raises. They must be readable by any user on the host.
     """
 
     def __init__(
         self,
-        limits: Limits = Limits(),  # noqa: B008  # it is frozen
+        limits: Limits = Limits(),  # noqa: B008  # frozen
         *,
         slots: int | None = None,
         queue_s: float = 60.0,
@@ -98,9 +98,9 @@ class Sandbox:
     async def run(self, source: str, *, stdin: str = "", timeout_s: float | None = None) -> RunResult:
         """Run a Python program and return how it ended.
 
-        `timeout_s`: wall time of the run, without the wait for a place; None: that of the limits. Raises
-        SandboxBusyError if no place became free in time, and SandboxError if the sandbox cannot be had or is closed.
-        A cancelled call ends its run.
+        `timeout_s`: wall time of the run, without the wait for a place; None: as in the limits. Raises SandboxBusyError
+        if no place became free in time, and SandboxError if the sandbox is unavailable or closed. A cancelled call ends
+        its run.
         """
         began: Future[None] = Future()
         cancellation = self._new_run()
@@ -118,9 +118,9 @@ class Sandbox:
             raise SandboxError("the sandbox is closed") from error
 
         def ended(_: object) -> None:
-            # Only when the thread does not need it any more, which may be later than this call.
+            # The thread may need it longer than this call.
             self._forget(cancellation)
-            began.cancel()  # of a run that was closed before it began
+            began.cancel()  # if the run was closed before it began
 
         future.add_done_callback(ended)
         result = asyncio.wrap_future(future)
@@ -133,23 +133,23 @@ class Sandbox:
             result.cancel()
             raise SandboxBusyError(
                 f"a program waited {self.queue_s:g} s for one of the {self.slots} places of the sandbox in process "
-                f"{os.getpid()}; give fewer programs at once, lower their time, or raise the number of places"
+                f"{os.getpid()}; run fewer programs at once, lower their time, or raise the number of places"
             ) from error
         except asyncio.CancelledError:
             cancellation.cancel()
             result.cancel()
             task = asyncio.current_task()
-            if task is not None and not task.cancelling():  # it was not this call that was cancelled
+            if task is not None and not task.cancelling():  # the run was cancelled, not this call
                 raise SandboxError("the sandbox was closed before the program began") from None
             raise
 
     def run_now(
         self, source: str, *, stdin: str | int = "", stdout: int | None = None, timeout_s: float | None = None
     ) -> RunResult:
-        """Run a program in the calling thread, without waiting for a place; the same errors as `run`.
+        """Run a program in the calling thread, without waiting for a place. Raises as `run`.
 
-        `stdin` and `stdout` may be descriptors that become the program's; they are closed here. What goes into such a
-        `stdout` is not read and not bounded here.
+        `stdin` and `stdout` may be descriptors for the program; they are closed here. Output to such a `stdout` is
+        neither read nor bounded here.
         """
         given = stdin if isinstance(stdin, int) else stdin.encode("utf-8", "replace")
         cancellation = self._new_run()
@@ -159,7 +159,7 @@ class Sandbox:
             self._forget(cancellation)
 
     def close(self) -> None:
-        """End all runs and wait until nothing is left of them. May be repeated."""
+        """End all runs and wait until nothing is left of them. Idempotent."""
         with self._lock:
             self._closed = True
             for each in self._runs:
@@ -213,7 +213,7 @@ def _slot() -> Iterator[int]:
         slot = _free_slots().get_nowait()
     except queue.Empty:
         raise SandboxBusyError(
-            f"process {os.getpid()} runs {SLOTS_PER_PROCESS} programs, the most that it may"
+            f"process {os.getpid()} already runs {SLOTS_PER_PROCESS} programs, the maximum"
         ) from None
     try:
         yield slot

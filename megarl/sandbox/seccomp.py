@@ -1,9 +1,9 @@
 """Assembles the system call filter of a sandbox, a classic BPF program in the form of seccomp(2). Pure.
 
-Only the calls of the tables below are allowed. Of those, four are narrowed by an argument: sockets may only be
-Unix sockets (AF_VSOCK, AF_NETLINK and AF_ALG know no network namespace, or widen what can be attacked in the kernel),
-`clone` may make no namespace, `ioctl` may not push input into a terminal, and `clone3`, whose flags a filter cannot
-read, is reported as missing, after which libc uses `clone`.
+Only the calls in the tables below are allowed, four of them with restrictions: sockets must be Unix sockets (AF_VSOCK,
+AF_NETLINK and AF_ALG ignore network namespaces, or expose more of the kernel), `clone` must not make a namespace,
+`ioctl` must not push input into a terminal, and `clone3`, whose flags a filter cannot read, is reported as missing, so
+that libc uses `clone`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,15 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# The system calls that a sandboxed program may use, by their numbers on each machine.
-#
-# Every other one is refused. Python, its standard library and what it usually starts need the ones below. Left out
-# are, among others: ptrace and process_vm_*, the mount family, unshare and setns, keyrings, bpf, perf_event_open,
-# userfaultfd, io_uring, modules and kexec, personality; and what holds memory that no limit counts: memfd_create,
-# System V shared memory and message queues. The numbers are those of Linux's headers (asm/unistd_64.h and
-# asm-generic/unistd.h).
-
 
 def _table(text: str) -> dict[str, int]:
     return {name: int(number) for name, _, number in (entry.partition("=") for entry in text.split())}
 
 
+# The allowed system calls, by their numbers on each machine (Linux's asm/unistd_64.h and asm-generic/unistd.h). Python,
+# its standard library and the programs it usually starts need these. Left out are, among others: ptrace and
+# process_vm_*, the mount family, unshare and setns, keyrings, bpf, perf_event_open, userfaultfd, io_uring, modules and
+# kexec, personality; and calls for memory that no limit counts: memfd_create, System V shared memory, message queues.
 X86_64 = _table("""
     accept=43 accept4=288 access=21 alarm=37 arch_prctl=158 bind=49 brk=12 capget=125 capset=126 chdir=80
     chmod=90 chown=92 clock_getres=229 clock_gettime=228 clock_nanosleep=230 clone=56 clone3=435 close=3
@@ -88,12 +84,12 @@ _X32_BIT = 0x40000000
 NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET
 _AF_UNIX = 1
 _TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
-_FIRST_UNKNOWN = 442  # calls that are newer than the tables: libc tries them first, and then the older ones
+_FIRST_UNKNOWN = 442  # newer than the tables: libc tries these first, and then older calls
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of processor: AUDIT_ARCH, as the kernel passes it to a filter, and the numbers of the calls."""
+    """A kind of processor: AUDIT_ARCH, as the kernel passes it to a filter, and the system calls' numbers."""
 
     audit: int
     calls: Mapping[str, int]
@@ -105,7 +101,7 @@ MACHINES = {"x86_64": Machine(0xC000003E, X86_64), "aarch64": Machine(0xC00000B7
 def filter_program(machine: str) -> bytes:
     """Return the filter for `machine` (`platform.machine()`) as an array of struct sock_filter.
 
-    Raises ValueError for a machine whose numbers are not known.
+    Raises ValueError for an unknown machine.
     """
     if machine not in MACHINES:
         raise ValueError(f"the sandbox's system call filter is written for {', '.join(MACHINES)}, not for {machine}")
@@ -141,7 +137,7 @@ def _instruction(code: int, value: int, when_true: int = 0, when_false: int = 0)
 
 
 def _load(offset: int) -> bytes:
-    """Load 32 bits of the call's data; of an argument, which has 64, the lower half on these little-endian machines."""
+    """Load 32 bits of the call's data; the lower half of a 64-bit argument, as these machines are little-endian."""
     return _instruction(_LOAD, offset)
 
 
@@ -154,7 +150,7 @@ def _return(action: int) -> bytes:
 
 
 def _if_equal(value: int, then: list[bytes]) -> list[bytes]:
-    """Return instructions that run `then` if the loaded value is `value`, and otherwise go on behind it."""
+    """Return instructions that run `then` if the loaded value is `value`, and otherwise skip it."""
     return [_jump(_JUMP_EQUAL, value, 0, len(then)), *then]
 
 

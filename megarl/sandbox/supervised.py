@@ -1,12 +1,12 @@
-"""Runs one program in a sandbox: starts it, feeds it, reads a bounded output, and ends every process of it.
+"""Runs one program in a sandbox: starts it, feeds it, reads bounded output, and ends all its processes.
 
 Every process of a run lives in a pid namespace, whose init is killed by `_end`, or by the kernel when the thread that
-started the run ends (PR_SET_PDEATHSIG, by bubblewrap's --die-with-parent); all others die with their init. A run has
-ended when its init has: the kernel reports that only after it has collected all the others.
+started the run ends (PR_SET_PDEATHSIG, by bubblewrap's --die-with-parent). All others die with their init. A run ends
+with its init: the kernel reports that only after it has reaped all the others.
 
-bubblewrap binds its processes to each other only late in their start. The program therefore begins only with a
-permission, which it gets once the init is known here; without one, what had begun to start ends by itself.
-`megarl.sandbox.guard` ends what is left if this process is killed in such a moment.
+bubblewrap ties its processes together only late in its start. So the program begins only with a permission, which it
+gets once the init is known here; without one, a partial start ends by itself. `megarl.sandbox.guard` cleans up if this
+process is killed in such a moment.
 """
 
 from __future__ import annotations
@@ -24,20 +24,18 @@ from typing import IO
 from megarl.sandbox.bubblewrap import MIB, PROGRAM, SCRATCH
 from megarl.sandbox.limits import LimitName, Limits, RunResult, SandboxError
 
-# The memory and files that the processes of a sandbox hold at a moment, read from outside through its init.
-
 _HELD = ("RssAnon", "RssShmem", "VmSwap")
 
 
 def usage(init: int) -> tuple[int, int] | None:
     """Return (bytes, entries) of the sandbox whose init has the pid `init` on the host; None if it has ended.
 
-    Bytes of memory of all processes and of the scratch directory, and the entries of that directory. The sandbox has a
-    /proc of its own, so only its processes are counted. Raises PermissionError if it is hidden.
+    Bytes: memory of all processes and the scratch directory; entries: of that directory. The sandbox has its own /proc,
+    so only its processes count. Raises PermissionError if that is hidden.
     """
     root = f"/proc/{init}/root"
     try:
-        if not os.path.lexists(f"{root}{PROGRAM}"):  # its root is the host's still
+        if not os.path.lexists(f"{root}{PROGRAM}"):  # its root is still the host's
             return None
         processes = [name for name in os.listdir(f"{root}/proc") if name.isdigit()]
         scratch = os.statvfs(f"{root}{SCRATCH}")
@@ -49,7 +47,7 @@ def usage(init: int) -> tuple[int, int] | None:
 
 
 def _held(path: str) -> int:
-    """Return the bytes of one process that are not files: in memory or swapped out, shared ones counted in each."""
+    """Return a process's bytes that are not files, in memory or swapped out; shared bytes count in each process."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             fields = dict(line.split(":", 1) for line in file if ":" in line)
@@ -59,13 +57,13 @@ def _held(path: str) -> int:
 
 
 class OwnedDescriptors:
-    """Descriptors that one thread uses, each closed once: where its use ends, or by `close` without arguments."""
+    """Descriptors of one thread, each closed once: after its use, or by `close` without arguments."""
 
     def __init__(self) -> None:
         self._open: set[int] = set()
 
     def add(self, descriptor: int) -> int:
-        """Take over a descriptor, and return it."""
+        """Take ownership of a descriptor, and return it."""
         self._open.add(descriptor)
         return descriptor
 
@@ -75,7 +73,7 @@ class OwnedDescriptors:
         return self.add(reading), self.add(writing)
 
     def in_memory(self, name: str, content: bytes) -> int:
-        """Return a descriptor of a file without a path that holds `content`, at its beginning."""
+        """Return a descriptor of an anonymous file with `content`, positioned at its beginning."""
         descriptor = self.add(os.memfd_create(name, os.MFD_CLOEXEC))
         with open(descriptor, "wb", closefd=False) as file:
             file.write(content)
@@ -83,28 +81,28 @@ class OwnedDescriptors:
         return descriptor
 
     def close(self, *descriptors: int) -> None:
-        """Close those of the descriptors that are still open here; all of them if none is named."""
+        """Close the given descriptors if still open here; all of them without arguments."""
         for descriptor in (set(descriptors) or set(self._open)) & self._open:
             self._open.discard(descriptor)
             os.close(descriptor)
 
 
 END_S = 10.0  # for the kernel to end the processes
-WATCH_S = 0.1  # between two looks at the memory that a run holds
+WATCH_S = 0.1  # between two checks of a run's memory
 _CHUNK = 1 << 16
 _STATUS_BYTES = 1 << 14
 
 
 class SupervisedRun:
-    """One run. Only the thread that made it may use it, and has to live as long as it."""
+    """One run. Only the thread that made it may use it, and must outlive it."""
 
     def __init__(
         self, limits: Limits, timeout_s: float, owned: OwnedDescriptors, *, status: int, permits: int, cancelled: int
     ) -> None:
         """`status`, `permits`, `cancelled`: descriptors on this side.
 
-        bubblewrap's report is read from the first one, a byte that is written into the second one lets the program
-        begin, and the third one becomes readable when the run shall end at once.
+        bubblewrap's report comes from `status`, a byte written to `permits` lets the program begin, and `cancelled`
+        becomes readable when the run must end at once.
         """
         self._limits = limits
         self._began = time.monotonic()
@@ -122,12 +120,11 @@ class SupervisedRun:
     def run(
         self, command: Sequence[str], inherited: Sequence[int], stdin: bytes | int, stdout: int | None
     ) -> RunResult:
-        """Start the command and stay with it to its end.
+        """Start the command and wait for its end.
 
-        `inherited`: descriptors that it gets. `stdin`: its standard input, or a descriptor that becomes it. `stdout`: a
-        descriptor that becomes the standard output, which is then not read. These descriptors are closed here as soon
-        as it has started. Raises SandboxError if the sandbox could not be made, if the run was cancelled, and if
-        something of it could not be ended.
+        `inherited`: descriptors that it gets. `stdin`: its input, or a descriptor for it. `stdout`: a descriptor for
+        its output, which is then not read here. These descriptors are closed here once it has started. Raises
+        SandboxError if the sandbox could not be made, if the run was cancelled, and if a process could not be ended.
         """
         process = self._start(command, inherited, stdin, stdout)
         stopped = False
@@ -174,7 +171,7 @@ class SupervisedRun:
                 self._selector.register(process.stdin.fileno(), selectors.EVENT_WRITE, process.stdin)
 
     def _follow(self) -> bool:
-        """Feed and read until the program ends, reaches a limit, or the run is cancelled; return whether it was."""
+        """Feed and read until the program ends, reaches a limit or is cancelled; return whether it was cancelled."""
         deadline = self._began + self._timeout_s
         watched = self._began
         while not self._ended and self._limit is None:
@@ -200,7 +197,7 @@ class SupervisedRun:
             self._write(key.data)
 
     def _read(self, descriptor: int, name: str) -> bool:
-        """Read a part of what is there; return whether there was any. The end of a stream is not looked at any more."""
+        """Read a chunk; return whether there was one. Unregisters a stream at its end."""
         try:
             part = os.read(descriptor, _CHUNK)
         except BlockingIOError:
@@ -232,7 +229,7 @@ class SupervisedRun:
         stream.close()
 
     def _note_init(self, status: bytearray) -> None:
-        """Take the pid of the namespace's init from bubblewrap's report."""
+        """Read the pid of the namespace's init from bubblewrap's report."""
         line, complete, _ = status.partition(b"\n")
         if self._init is None and complete:
             self._init = int(json.loads(line)["child-pid"])
@@ -242,7 +239,7 @@ class SupervisedRun:
                     os.write(self._permits, b"+")
 
     def _watch(self) -> None:
-        """End the run if its processes together, or its files, have become too many."""
+        """End the run if its memory or its files exceed the limits."""
         found = None if self._init is None else usage(self._init)
         if found is None:
             return
@@ -253,9 +250,9 @@ class SupervisedRun:
             self._limit = "disk"
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """End all processes of the run, read what is left of their output, and close everything.
+        """End all processes of the run, read the rest of their output, and close everything.
 
-        Raises SandboxError if the kernel has not ended them in time.
+        Raises SandboxError if the kernel does not end them in time.
         """
         try:
             self._stopping = True
@@ -283,10 +280,10 @@ class SupervisedRun:
                 if key.data in ("ended", "status"):
                     self._handle(key)
                 else:
-                    self._selector.unregister(key.fd)  # a program has not begun, so there is nothing to feed or to read
+                    self._selector.unregister(key.fd)  # the program has not begun: nothing to feed or read
 
     def _end_init(self) -> bool:
-        """Kill the init of the namespace, and return whether it and all below it have ended."""
+        """Kill the init of the namespace, and return whether it and all its processes have ended."""
         if self._init_handle is None:
             return self._ended
         with contextlib.suppress(ProcessLookupError):
@@ -296,7 +293,7 @@ class SupervisedRun:
             return bool(waiting.select(END_S))
 
     def _read_rest(self) -> None:
-        """Read to the end what the processes had written; none can write any more."""
+        """Read the remaining output of the processes, which have all ended."""
         for key in list(self._selector.get_map().values()):
             if key.data in self._texts:
                 while self._read(key.fd, key.data):
@@ -316,9 +313,9 @@ class SupervisedRun:
         return RunResult(status, stdout, stderr, self._limit, time.monotonic() - self._began)
 
     def _exit_status(self) -> int | None:
-        """Return the program's status as bubblewrap reports it; None if the program was not started, or not waited for.
+        """Return the program's status by bubblewrap's report; None if it was not started, or not waited for.
 
-        It reports 128 and the signal's number for a program that a signal has ended.
+        bubblewrap reports 128 plus the signal's number for a program ended by a signal.
         """
         for line in self._texts["status"].splitlines():
             with contextlib.suppress(ValueError):

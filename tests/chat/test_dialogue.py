@@ -141,7 +141,7 @@ def check_harmless(tokenizer: Any, inserted: list[int], plain: list[int]) -> Non
     [
         (
             CHATML.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else '' }}"),
-            "changes what stands before a message",
+            "changes the text before a message",
         ),
         (CHATML.replace("<|im_end|>\n", "{{ '<|end|>' if loop.last else '<|im_end|>' }}"), "changes what stands"),
         ("{{ raise_exception('only one') if messages | length > 2 }}" + CHATML, "refuses messages .*only one"),
@@ -188,7 +188,7 @@ def test_a_template_that_removes_all_reasoning_or_that_of_older_turns_is_refused
 
 def test_a_template_that_changes_what_stands_before_the_first_message_is_refused() -> None:
     template = "{{ messages | length }} messages\n" + STRIPPING.replace("ns.users < last", "false")
-    with pytest.raises(DialogueError, match="changes what stands before"):
+    with pytest.raises(DialogueError, match="changes the text before"):
         Dialogue(make_tokenizer(template), [2]).check()
 
 

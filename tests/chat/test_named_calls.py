@@ -70,14 +70,14 @@ def test_a_turn_is_read(form: NamedFormat, text: str, expected: ParsedTurn | Non
     ("form", "text", "reported"),
     [
         (FORM, f"<calls><call>{ADD}</call></calls>", "does not begin with the name of a tool and <sep>"),
-        (FORM, "<calls><call>add<sep>print(4)</call></calls>", "its arguments are no JSON"),
-        (FORM, '<calls><call>add<sep>{"x": NaN}</call></calls>', "NaN is no JSON"),
-        (FORM, "<calls><call>add<sep>[1]</call></calls>", '"arguments" is no JSON object'),
+        (FORM, "<calls><call>add<sep>print(4)</call></calls>", "its arguments are not JSON"),
+        (FORM, '<calls><call>add<sep>{"x": NaN}</call></calls>', "NaN is not JSON"),
+        (FORM, "<calls><call>add<sep>[1]</call></calls>", '"arguments" is not a JSON object'),
         (FORM, '<calls><call>add<sep>{"x": 1e999}</call></calls>', "a number in it is too large"),
-        (FORM, f"<calls><call>add<sep>{ADD} and so on</call></calls>", "do not go on with </call></calls>"),
+        (FORM, f"<calls><call>add<sep>{ADD} and so on</call></calls>", "do not continue with </call></calls>"),
         (FORM, f"<calls><call>add<sep>{ADD}</call>", "</call></calls> is missing"),
         (FORM, "<calls><call>add", "</call></calls> is missing"),
-        (BARE, "[TOOL_CALLS]add[ARGS]print(4)", "its arguments are no JSON"),
+        (BARE, "[TOOL_CALLS]add[ARGS]print(4)", "its arguments are not JSON"),
     ],
 )
 def test_a_call_that_cannot_be_read_tells_why_and_the_next_one_is_read(

@@ -77,7 +77,7 @@ def test_a_call_that_a_template_writes_only_without_content_is_found() -> None:
 def test_what_a_template_writes_of_an_object_is_not_overruled_by_a_text() -> None:
     """Arguments in a form of its own, and those that are a text as they are."""
     tokenizer = writing("'<t>' + f.name + '<s>' + (f.arguments if f.arguments is string else 'k:v') + '</t>'")
-    with pytest.raises(DialogueError, match="in a form that is not known"):
+    with pytest.raises(DialogueError, match="in an unknown form"):
         tool_format("template", tokenizer)
 
 
@@ -90,7 +90,7 @@ def test_a_template_that_refuses_calls_is_none_that_writes_no_calls() -> None:
 def test_tags_that_do_not_say_which_part_is_which_are_refused() -> None:
     """A call as Python writes it, and one whose tags tell the type of each value."""
     for call in ("'[' + f.name + '(' + f.arguments | tojson + ')]'", "f.name + '<a>' + f.arguments | string + '</a>'"):
-        with pytest.raises(DialogueError, match="in a form that is not known"):
+        with pytest.raises(DialogueError, match="in an unknown form"):
             tool_format("template", writing(call))
     typed = '<c><i n="{}"><p n="k" t="str">v</p><p n="l" t="int">7</p></i></c>'
     assert learned(typed.format("f"), "f", ("k", "v"), ("l", "7")) is None

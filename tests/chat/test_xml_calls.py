@@ -148,7 +148,10 @@ def test_an_unknown_tool_has_texts_for_arguments_and_others_may_be_declared_at_o
         ('<tool_call>\n{"name": "f"}\n</tool_call>', "it does not begin with the name of a tool"),
         ("<tool_call>\n<function=>\n</function>\n</tool_call>", "it does not begin with the name"),
         ("<tool_call><function=f><parameter=x>1</function></tool_call>", "'x' has no </parameter>"),
-        ("<tool_call><function=f>oops</function></tool_call>", "does not go on with <parameter= or </function></tool"),
+        (
+            "<tool_call><function=f>oops</function></tool_call>",
+            "does not continue with <parameter= or </function></tool",
+        ),
         ("<tool_call><function=f><parameter=x>1</parameter>and</function></tool_call>", "'x' has no </parameter>"),
         (written(x="1", y="2").replace("=y", "=x"), "two arguments 'x'"),
         (written(x="1").removesuffix("</tool_call>"), "</tool_call> is missing"),

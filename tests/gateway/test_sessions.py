@@ -165,7 +165,7 @@ def test_a_session_that_was_opened_is_there_before_its_first_turn_and_is_forgott
     with sessions.using("a", 1.0) as session:
         assert session.terms is terms
     assert sessions.get("a") is session, "a request that has failed does not end it"
-    with pytest.raises(ApiError, match="there is a session 'a' already"):
+    with pytest.raises(ApiError, match="session 'a' already exists"):
         sessions.open("a", terms, 2.0)
     with pytest.raises(ApiError, match="there are 1 sessions"):
         sessions.open("b", terms, 2.0)

@@ -52,7 +52,7 @@ def format_of(directory: Path, **settings: Any) -> ToolFormat:
 def test_hermes_takes_the_place_of_no_calls_only(tmp_path: Path) -> None:
     assert format_of(model(tmp_path, "")) is HERMES
     assert format_of(model(tmp_path, NAMED)) == NamedFormat("<c>", "<s>", "</c><c>", "</c>")
-    with pytest.raises(ApiError, match=r"^tools: the chat template .* in a form that is not known") as refusal:
+    with pytest.raises(ApiError, match=r"^tools: the chat template .* in an unknown form") as refusal:
         format_of(model(tmp_path, UNKNOWN))
     assert (refusal.value.status, refusal.value.field) == (400, "tools")
     assert format_of(tmp_path, form="hermes") is HERMES

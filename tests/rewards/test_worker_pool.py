@@ -225,7 +225,7 @@ def test_an_abandoned_sample_is_not_judged() -> None:
         (f"{MODULE}:nothing", {}, "has no attribute 'nothing'"),
         (f"{MODULE}:three", {}, "needs (a, b, c)"),
         (f"{MODULE}:coroutine", {}, "is async"),
-        (f"{MODULE}:plain", {"scale": 2}, "['scale'] are no parameters"),
+        (f"{MODULE}:plain", {"scale": 2}, "['scale'] are not parameters"),
     ],
 )
 def test_a_function_that_cannot_work_is_found_at_the_start(function: str, kwargs: dict, message: str) -> None:

@@ -36,7 +36,7 @@ def test_a_tool_agent_needs_a_template_that_shows_tools_and_only_appends(model: 
     [problem] = agent_problems_of(model, data, NO_TOOLS, tools=tools)
     assert problem.startswith("data: the chat template does not show tools to the model; use the template of")
     [problem] = agent_problems_of(model, data, DROPS_TURNS, tools=tools, **ROOMY)
-    assert problem.startswith("data: the chat template changes what stands before a message") and "appends" in problem
+    assert problem.startswith("data: the chat template changes the text before a message") and "appends" in problem
     [problem] = agent_problems_of(model, data, CHATML_TOOLS, tools=tools, agent__tool_format="template", **ROOMY)
     assert problem.startswith("data: ") and "set agent.tool_format: hermes" in problem
 

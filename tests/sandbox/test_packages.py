@@ -134,5 +134,5 @@ def test_what_a_package_needs_is_shown_once_and_only_if_it_applies(
 
 def test_a_package_whose_files_are_not_known_is_refused(installed: dict[str, Listed], tmp_path: Path) -> None:
     installed["edited"] = Listed(tmp_path, "__editable__.edited.pth", "edited-1.dist-info/RECORD")
-    with pytest.raises(ValueError, match="'listed' of a sandbox does not say which files it has"):
+    with pytest.raises(ValueError, match="'listed' of a sandbox does not list its files"):
         find_packages(["edited"])

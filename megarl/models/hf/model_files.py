@@ -73,7 +73,7 @@ def hf_files(path: Path | str) -> Path:
 
 
 def raw_config(path: Path | str) -> dict[str, Any]:
-    """Return a model's parsed `config.json`; {} if there is none, or it is no JSON object."""
+    """Return a model's parsed `config.json`; {} if there is none, or it is not a JSON object."""
     try:
         content = json.loads((hf_files(path) / "config.json").read_text())
     except (OSError, ValueError):

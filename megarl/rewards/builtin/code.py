@@ -1,4 +1,4 @@
-"""The reward function `code`: judges the program in a response by the unit tests of its row, in the sandbox."""
+"""The reward function `code`: runs the unit tests of the row against the program in a response, in the sandbox."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megarl.sandbox.limits import Limits, SandboxError
 from megarl.sandbox.packages import find_packages
 from megarl.sandbox.runner import Sandbox
 
-LEAST_S = 0.05  # less is left for no test
+LEAST_S = 0.05  # a test with less time left fails
 
 
 class CodeReward:
-    """Score 1 if all tests pass, else 0; the component `passed` is the share that does.
+    """Score 1 if all tests pass, else 0; the component `passed` is the share that passes.
 
-    `timeout_s`: for all tests of a response together; it has to be less than `reward.timeout_s`. `memory_mib`: of a
-    program; `packages`: those that it can import (`find_packages`). Raises ValueError for values that mean nothing.
+    `timeout_s`: for all tests of a response together; must be less than `reward.timeout_s`. `memory_mib`: of a program;
+    `packages`: what it can import (`find_packages`). Raises ValueError for invalid values.
     """
 
     def __init__(self, timeout_s: float = 6.0, memory_mib: int = 512, packages: Sequence[str] = ()) -> None:
@@ -49,7 +49,7 @@ class CodeReward:
         return RewardResult(float(passed == len(verdicts)), {"passed": passed / len(verdicts)})
 
     def verdicts(self, program: str, cases: CodeTests) -> list[bool]:
-        """Return which of the tests, at least one, have passed."""
+        """Return which of the tests (at least one) have passed."""
         deadline = time.monotonic() + self.timeout_s
         sandbox = Sandbox(self.limits, slots=1, packages=self.packages)
         try:
@@ -69,7 +69,7 @@ class CodeReward:
 
     @staticmethod
     def _of_pieces(sandbox: Sandbox, program: str, pieces: tuple[str, ...], deadline: float) -> list[bool]:
-        """Run the tests alongside the program; those that were not reached have failed."""
+        """Run the tests alongside the program; tests that were not reached have failed."""
         to_program, from_judge = os.pipe2(os.O_CLOEXEC)
         to_judge, from_program = os.pipe2(os.O_CLOEXEC)
         problems: list[Exception] = []
@@ -80,7 +80,7 @@ class CodeReward:
             try:
                 sandbox.run_now(answer_program(program), stdin=to_program, stdout=from_program, timeout_s=left)
             except (OSError, SandboxError) as error:
-                if not judged.is_set():  # otherwise it was cancelled because it is no longer needed
+                if not judged.is_set():  # else it was cancelled, because it is no longer needed
                     problems.append(error)
 
         running = threading.Thread(target=run_program)
@@ -103,7 +103,7 @@ def check_row(answer: str, row: dict[str, Any]) -> None:
 
 
 def read_verdicts(reported: str, count: int) -> list[bool]:
-    """Return which tests have passed as the judge reported; what it did not come to has failed.
+    """Return which tests have passed by the judge's report; unreported ones have failed.
 
     Raises ValueError for a test that cannot be judged from outside the program.
     """
@@ -111,7 +111,7 @@ def read_verdicts(reported: str, count: int) -> list[bool]:
     for line in reported.splitlines():
         try:
             kind, message = json.loads(line)
-        except ValueError:  # the judge was ended in the middle of a line
+        except ValueError:  # the judge was killed in the middle of a line
             break
         if kind == "unsupported":
             raise ValueError(f"test {len(verdicts) + 1} of the row cannot be judged: {message}")

@@ -1,7 +1,7 @@
-"""Turns Python tests into pieces that run as their form means and that assert something. Pure.
+"""Turns Python tests into pieces that run as intended and assert something. Pure.
 
-Files of pytest and unittest, HumanEval's `check`, and bare comparisons only define something, or throw a value away,
-when they are executed as they stand: every program would pass them.
+Executed as they are, files of pytest and unittest, HumanEval's `check`, and bare comparisons only define something or
+discard a value: every program would pass them.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-# What tests call the file of the answer.
+# Tests import the answer by these names.
 _ANSWER_MODULES = ("solution", "main", "answer", "submission", "candidate", "program")
 _CATCHING = ("AssertionError", "Exception", "BaseException")
 _RUNNERS = ("unittest.main", "pytest.main", "doctest.testmod")
 
 
 def pieces_of(tests: str | Sequence[str], entry_point: object = None) -> tuple[str, ...]:
-    """Return tests as pieces that assert something, with what stands before them.
+    """Return tests as pieces that each assert something, with the code before them.
 
     A text has a piece for each assertion at its top level, a list one for each of its texts; both have one for each
     test function or method. `entry_point` names the function that HumanEval's `check(candidate)` gets. Raises
-    ValueError for tests that assert nothing, or that need what is not there.
+    ValueError for tests that assert nothing, or need something unavailable.
     """
     parsed = [_statements(text) for text in ([tests] if isinstance(tests, str) else tests)]
     for number, statements in enumerate(parsed):
@@ -46,11 +46,11 @@ def pieces_of(tests: str | Sequence[str], entry_point: object = None) -> tuple[s
 
 
 def _statements(text: str) -> list[ast.stmt]:
-    """Parse a text. What a main program would run is run, comparisons are asserted, runners of tests are left out."""
+    """Parse a text: unwrap `if __name__` blocks, assert bare comparisons, and leave out test runners."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"a test of the row is no Python: {error}: {text[:80]!r}") from error
+        raise ValueError(f"a test of the row is not Python: {error}: {text[:80]!r}") from error
     found: list[ast.stmt] = []
     for statement in body:
         main = isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
@@ -71,7 +71,7 @@ def _asserted(statement: ast.stmt) -> ast.stmt:
 
 
 def _imports_answer(statement: ast.stmt) -> bool:
-    """Return whether a statement imports names of the answer, which are there without it."""
+    """Return whether a statement imports names of the answer, which are available without it."""
     if isinstance(statement, ast.Import) and any(each.name in _ANSWER_MODULES for each in statement.names):
         raise ValueError(
             f"write {ast.unparse(statement)!r} of the row's `tests` as `from ... import` of the answer's names"
@@ -85,7 +85,7 @@ def _is_runner(statement: ast.stmt) -> bool:
 
 
 def _missing_calls(statements: Sequence[ast.stmt], entry_point: object) -> list[ast.stmt]:
-    """Return the calls that a runner of tests would make: test functions, methods of test cases, `check`."""
+    """Return the calls that a test runner would make: test functions, methods of test cases, `check`."""
     called = {ast.unparse(node.func) for each in statements for node in _executed(each) if isinstance(node, ast.Call)}
     calls: list[str] = []
     for each in statements:
@@ -108,7 +108,7 @@ def _missing_calls(statements: Sequence[ast.stmt], entry_point: object) -> list[
 
 
 def _methods(case: ast.ClassDef) -> list[str]:
-    """Return a call for each test method of a class: of a unittest.TestCase, or a plain class as pytest runs it."""
+    """Return a call for each test method of a class: a unittest.TestCase, or a plain class for pytest."""
     names = [each.name for each in case.body if isinstance(each, ast.FunctionDef) and each.name.startswith("test")]
     if any(ast.unparse(base).endswith("TestCase") for base in case.bases):
         return [f"{case.name}({name!r}).debug()" for name in names]
@@ -116,9 +116,9 @@ def _methods(case: ast.ClassDef) -> list[str]:
 
 
 def _executed(node: ast.AST, inside: bool = False) -> Iterator[ast.AST]:
-    """Yield the nodes of a statement that run when it does, and whose failures are not caught.
+    """Yield the nodes of a statement that run with it and whose failures are not caught.
 
-    Those inside functions and classes only with `inside`.
+    `inside`: also those inside functions and classes.
     """
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda) and not inside:
         return
@@ -139,7 +139,7 @@ def _catches_assertions(handler: ast.ExceptHandler) -> bool:
 
 
 def _checking_functions(statements: Sequence[ast.stmt]) -> frozenset[str]:
-    """Return the names of functions and classes of the tests that assert or raise somewhere inside."""
+    """Return the names of the tests' functions and classes that assert or raise somewhere inside."""
     checking: set[str] = set()
     for _ in statements:  # a function may call one that asserts
         checking |= {
@@ -156,7 +156,7 @@ def _checks(statement: ast.stmt, checking: frozenset[str]) -> bool:
 
 
 def _is_check(node: ast.AST, checking: frozenset[str] | set[str]) -> bool:
-    if isinstance(node, ast.Assert):  # a constant, and a tuple that is not empty, always hold
+    if isinstance(node, ast.Assert):  # true constants and non-empty tuples always hold
         test = node.test
         return not (isinstance(test, ast.Constant) and test.value) and not (isinstance(test, ast.Tuple) and test.elts)
     if isinstance(node, ast.Raise):

@@ -1,8 +1,8 @@
 """The two programs that judge an answer by assertions: one runs the answer, the other one the tests.
 
-They run in two sandboxes and talk by lines of JSON. The judge calls functions of the answer and gets values back, which
-are plain data or numbered references to objects that stay on the other side. So the answer's code is never in the
-process that decides, and sees of the tests only the arguments of the calls.
+They run in two sandboxes and exchange lines of JSON. The judge calls functions of the answer and gets values back:
+plain data, or numbered references to objects that stay on the other side. So the answer's code is never in the process
+that decides, and it sees only the arguments of the tests' calls.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def ask(stop=False, **request):
     name, message = reply["error"]
     kind = getattr(builtins, str(name), None)
     if stop and name == "StopIteration": raise StopIteration
-    # One that ends a loop silently would make `all(map(f, values))` hold.
+    # An exception that ends a loop silently would make `all(map(f, values))` hold.
     silent = (StopIteration, StopAsyncIteration, GeneratorExit)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, silent):
         raise kind(str(message))
@@ -153,7 +153,7 @@ class Remote:
     def __str__(self): return value_of(ask(op="str", target=self._number))
     def __getitem__(self, key): return value_of(ask(op="item", target=self._number, args=[wire.encode(key)]))
     def __eq__(self, other):
-        # Of plain data and an object of the answer, the answer does not decide whether they are equal.
+        # The answer must not decide whether its object equals plain data.
         if not isinstance(other, Remote): return False
         return self._number == other._number or value_of(
             ask(op="same", target=self._number, args=[{"r": other._number}])) is True
@@ -175,11 +175,11 @@ def modules(names):
 def judge():
     space = {"__name__": "tests"}
     names = wanted()
-    for name in modules(names):  # the library's own, whatever the answer calls so
+    for name in modules(names):  # the standard library's, whatever the answer defines
         space[name] = __import__(name)
         names.remove(name)
     given = ask(op="names", args=names)["value"]
-    for name in names:  # and no others, whatever was sent
+    for name in names:  # only these, whatever was sent
         coded = given.get(name)
         if coded is None: continue
         if "module" in coded:
@@ -188,18 +188,18 @@ def judge():
     for piece in PIECES:
         try:
             exec(compile(piece, "<tests>", "exec"), space)
-        except Unsupported as error: tell("unsupported", str(error))
-        except BaseException as error: tell("failed", f"{type(error).__name__}: {error}"[:200])
-        else: tell("passed", "")
-def tell(verdict, message): os.write(verdicts, json.dumps([verdict, message]).encode() + b"\\n")
+        except Unsupported as error: report("unsupported", str(error))
+        except BaseException as error: report("failed", f"{type(error).__name__}: {error}"[:200])
+        else: report("passed", "")
+def report(verdict, message): os.write(verdicts, json.dumps([verdict, message]).encode() + b"\\n")
 try: judge()
-except BaseException as error: tell("ended", f"{type(error).__name__}: {error}"[:200])
+except BaseException as error: report("ended", f"{type(error).__name__}: {error}"[:200])
 os._exit(0)
 """
 
 
 def answer_program(source: str) -> str:
-    """Return the program that loads an answer and does what it is asked."""
+    """Return the program that loads an answer and serves the judge's requests."""
     return f"{_WIRE}\nSOURCE = {source!r}\n{_ANSWER}"
 
 

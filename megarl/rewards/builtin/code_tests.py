@@ -1,4 +1,4 @@
-"""The program in a response and the tests in a row, read from text. Pure."""
+"""Reads the program in a response and the tests in a row. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 from megarl.rewards.builtin.code_pieces import pieces_of
 
-# Indented as in a list, after its marker, and of any length: the closing fence is at least as long as the opening one.
+# A fence may be indented, follow a list marker, and have any length; the closing one is at least as long.
 _FENCE = re.compile(
     r"^[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[A-Za-z0-9_+-]*)[^\n`]*\n"
     r"(?P<text>.*?)^[ \t]*(?P=fence)[`~]*[ \t]*$",
     re.DOTALL | re.MULTILINE,
 )
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
-TOLERANCE = 1e-6  # of decimals, absolute or relative, as judges of contests have it
-# JSON has no tuples, and rounds; the answer's own names are replaced by this one.
+TOLERANCE = 1e-6  # of decimals, absolute or relative, as in programming contests
+# JSON has no tuples and rounds decimals. This definition replaces the answer's, if it has one.
 _SAME = f"""\
 def _same(found, wanted, listed=False):
     if listed and _same(found, wanted[0]): return True
@@ -34,14 +34,14 @@ _PYTHON = ("python", "python3", "py")
 
 @dataclass(frozen=True)
 class CodeTests:
-    """The tests of a row: either pairs of input and expected output, or pieces of Python in which assertions hold."""
+    """The tests of a row: either pairs of input and expected output, or pieces of Python with assertions."""
 
     pairs: tuple[tuple[str, str], ...] = ()
     pieces: tuple[str, ...] = ()
 
 
 def last_program(response: str) -> str | None:
-    """Return the last fenced block of Python; else the last block without a language; None if there is neither."""
+    """Return the last fenced Python block, else the last one without a language, else None."""
     blocks = [
         (match["language"].lower(), textwrap.dedent(match["text"]))
         for match in _FENCE.finditer(response.replace("\r\n", "\n"))
@@ -54,17 +54,14 @@ def last_program(response: str) -> str | None:
 
 
 def read_tests(row: Mapping[str, Any]) -> CodeTests:
-    """Return the tests of a row. Raises ValueError that says what the row has to hold.
-
-    Nothing is read as a test that asserts nothing: every program would pass it.
-    """
+    """Return the tests of a row. Raises ValueError saying what the row must have; each test must assert something."""
     given = row.get("tests", row if "inputs" in row else None)
     if isinstance(given, str) and given.lstrip()[:1] in ("{", "["):
         try:
             given = json.loads(given)
         except ValueError as error:
             if given.lstrip()[0] == "{":
-                raise ValueError(f"the row's `tests` begins with a brace and is no JSON: {error}") from error
+                raise ValueError(f"the row's `tests` begins with a brace and is not JSON: {error}") from error
     if isinstance(given, Mapping):
         name = given.get("fn_name")
         inputs, outputs = given.get("inputs"), given.get("outputs")
@@ -85,18 +82,18 @@ def read_tests(row: Mapping[str, Any]) -> CodeTests:
 
 
 def _pairs(inputs: object, outputs: object) -> tuple[tuple[str, str], ...]:
-    """Return what a program reads and has to write, test by test."""
+    """Return pairs of what a program reads and must write, one per test."""
     both = _two_lists(inputs, outputs)
     if not all(isinstance(each, str) for one in both for each in one):
-        raise ValueError("the row's `inputs` and `outputs` have to be texts, as a program reads and writes them")
+        raise ValueError("the row's `inputs` and `outputs` must be texts, as a program reads and writes them")
     return tuple(zip(*both, strict=True))
 
 
 def _calls(name: object, inputs: object, outputs: object) -> tuple[str, ...]:
-    """Return assertions about a function, the form of APPS: the arguments of each call, and what it has to return.
+    """Return assertions about a function, as in APPS: the arguments of each call, and its expected result.
 
-    Results that all stand in lists of their own, as in some of its rows, count without them too. The function may also
-    be a method of a class `Solution`.
+    If all results are lists of one element, as in some rows of APPS, the element counts too. The function may be a
+    method of a class `Solution`.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"the row's `fn_name` is not the name of a function: {name!r}")
@@ -116,15 +113,15 @@ def _two_lists(inputs: object, outputs: object) -> tuple[Sequence[Any], Sequence
     lists = [each for each in (inputs, outputs) if isinstance(each, Sequence) and not isinstance(each, str)]
     if len(lists) != 2 or len(lists[0]) != len(lists[1]) or not lists[0]:
         raise ValueError(
-            "the row's `inputs` and `outputs` have to be two lists of the same length, with at least one test"
+            "the row's `inputs` and `outputs` must be two lists of the same length, with at least one test"
         )
     return lists[0], lists[1]
 
 
 def same_output(written: str, expected: str) -> bool:
-    """Return whether two outputs are equal but for white space at the ends of lines and empty lines at the end.
+    """Return whether two outputs are equal, ignoring trailing white space and empty lines at the end.
 
-    A decimal of the expected output may also be near: within `TOLERANCE`.
+    Decimals of the expected output are compared within `TOLERANCE`.
     """
     first, second = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (written, expected))
     return len(first) == len(second) and all(map(_same_line, first, second))

@@ -1,10 +1,9 @@
-r"""The `math` reward: compares the last \boxed{} of the response, else its final answer, by math-verify.
+r"""The `math` reward: compares the last \boxed{} of the response, else its final answer, with math-verify.
 
 Both texts are cleaned first (`math_text.py`). Plain numbers, and answers that algebra would misread, are compared here
-(`math_forms.py`); math-verify parses and compares the rest. Its own timeouts are off, because they use SIGALRM, which
-raises outside the main thread, and because the pool kills a process whose sample takes too long. It is not given an
-answer that would be too large to evaluate (`sympy_guard.py`): such an answer is right only if it is the reference,
-letter for letter.
+(`math_forms.py`); math-verify parses and compares the rest. Its timeouts are off: they use SIGALRM, which fails outside
+the main thread, and the pool kills a process whose sample takes too long. Answers too large to evaluate
+(`sympy_guard.py`) are not passed to it: they are right only if they equal the reference letter for letter.
 """
 
 from __future__ import annotations
@@ -29,48 +28,48 @@ _WHOLE = re.compile(r"[-+]?\d[\d,]*")
 _NUMBER = r"[-+]?\(?\d[\d,]*(?:\.\d+)?\)?"
 _SIGN = r"(?:[-*+/x\u00d7\u00b7\u00f7\u2212]|\\(?:times|cdot|div)(?![a-zA-Z]))"
 _OPERATION = re.compile(rf"\W*{_NUMBER}(?:\s*{_SIGN}\s*{_NUMBER})+\W*")
-# math-verify compares decimals to six places after the point; here six significant digits have to agree as well.
+# math-verify compares decimals to six places; here six significant digits must agree as well.
 _DECIMALS, _EXACT = 5e-6, 1e-12
 _OR = re.compile(r"(?<![a-zA-Z])or(?![a-zA-Z])|\\(?:lor|vee)(?![a-zA-Z])")
 _AND = re.compile(r"(?<![a-zA-Z])and(?![a-zA-Z])|\\(?:land|wedge)(?![a-zA-Z])")
 _MORE_THAN_A_NUMBER = re.compile(
     r"[<>;]|,(?!\d{3}(?!\d))|\\(?:mid|in|notin|le|ge|leq|geq|leqslant|geqslant|lt|gt)(?![a-zA-Z])"
 )
-Parsed = tuple[Any, ...]  # math-verify's result, untyped: sympy expressions, then the text that they were read from
+Parsed = tuple[Any, ...]  # math-verify's untyped result: sympy expressions, then their text
 
 
 def math(sample: RewardInput, require_box: bool = False, answer_after: str | None = "auto") -> RewardResult:
-    r"""Return 1 if the final answer of the response is mathematically equal to the reference, else 0.
+    r"""Return 1 if the final answer of the response mathematically equals the reference, else 0.
 
     Components: `correct`, `parsed` (an answer was found), `boxed` (it is in a \boxed{}). With `require_box` a response
-    without a box has no answer. Only what follows the model's reasoning is judged (`judged_part`). Raises ValueError if
-    the reference cannot be parsed.
+    without a box has no answer. Only the text after the model's reasoning is judged (`judged_part`). Raises ValueError
+    if the reference cannot be parsed.
     """
     response = judged_part(sample, answer_after)
     content = last_boxed(response)
     boxed = content is not None
-    if content is None and not require_box and not _BOX.search(response):  # a box that was cut is no answer
+    if content is None and not require_box and not _BOX.search(response):  # a truncated box is not an answer
         start = max(0, min(len(response) - _TAIL_CHARACTERS, response.lower().rfind("answer") % (len(response) + 1)))
         content = stated_answer(response[start : start + _TAIL_CHARACTERS])
         if content and _WHOLE.fullmatch(sample.answer.strip()) and _OPERATION.fullmatch(content):
-            content = None  # it repeats the problem, or is what a calculator should have been asked
+            content = None  # an uncomputed operation, perhaps the problem's
     found, correct = compare(sample.answer, content or "")
     components = {"correct": float(correct), "parsed": float(found is not None), "boxed": float(boxed)}
     return RewardResult(float(correct), components, found)
 
 
 def check_row(answer: str, row: Mapping[str, Any]) -> None:
-    """Raise ValueError for a reference answer that is empty, or is a missing number as text."""
+    """Raise ValueError for a reference answer that is empty or the text of a missing number (nan)."""
     if _reference_text(answer).strip().lower() in ("", "nan"):
         raise ValueError(f"the reference answer {answer[-60:]!r} is missing; correct the data file")
 
 
 @lru_cache(maxsize=4096)
 def compare(reference: str, answer: str) -> tuple[str | None, bool]:
-    """Return (`answer` in canonical form, or None if it cannot be parsed; whether it equals `reference`).
+    """Return (canonical `answer`, or None if it cannot be parsed; whether it equals `reference`).
 
-    Results are cached, because the samples of a group mostly give the same few answers and math-verify takes
-    milliseconds for each. Raises ValueError if the reference cannot be parsed.
+    Cached, because the samples of a group mostly give the same few answers, and math-verify takes milliseconds for
+    each. Raises ValueError if the reference cannot be parsed.
     """
     expected_text = _reference_text(reference)
     expected, found = Answer.read(expected_text), Answer.read(chosen(answer, expected_text))
@@ -98,7 +97,7 @@ def compare(reference: str, answer: str) -> tuple[str | None, bool]:
 
 
 def _elementwise(expected: str, found: str) -> bool | None:
-    """Compare two lists, tuples or sets element by element, as answers of their own; None where algebra decides."""
+    """Compare two lists, tuples or sets element by element, each as an answer; None where algebra decides."""
     kinds = [listed(each) for each in (expected, found)]
     if kinds[0] is None or kinds[1] is None:
         return None
@@ -118,7 +117,7 @@ def _elementwise(expected: str, found: str) -> bool | None:
 
 
 def _equal(expected: Answer, gold: Parsed, found: Answer, parsed: Parsed) -> bool:
-    r"""Compare what math-verify has read. 35\% equals 0.35 and, where the other side has no percent sign, 35."""
+    r"""Compare parsed answers. 35\% equals 0.35 and, if the other side has no percent sign, 35."""
     if _same(gold, parsed):
         return True
     if expected.percent == found.percent:
@@ -131,8 +130,7 @@ def _equal(expected: Answer, gold: Parsed, found: Answer, parsed: Parsed) -> boo
 def _same(gold: Parsed, parsed: Parsed) -> bool:
     from math_verify import verify
 
-    # Inequalities and intervals are equal in both directions: a policy gains nothing from restating a problem that it
-    # had to solve for an interval.
+    # Inequalities and intervals may equal each other: restating a problem that asks for an interval gains nothing.
     equal = verify(list(gold), list(parsed), timeout_seconds=None, allow_set_relation_comp=True)
     return (bool(equal) and not _apart(gold[0], parsed[0])) or _same_curve(gold[0], parsed[0])
 
@@ -153,7 +151,7 @@ def _same_curve(a: Any, b: Any) -> bool:  # noqa: ANN401 (sympy has no types)
 def _apart(a: Any, b: Any) -> bool:  # noqa: ANN401 (sympy has no types)
     """Return whether values that math-verify takes as equal differ by more than a small part of their size.
 
-    It compares with an absolute tolerance, within which all small numbers are equal.
+    Its tolerance is absolute, so all small numbers are equal to it.
     """
     from sympy import Basic, Eq, FiniteSet, Float, Rational, Tuple
 
@@ -174,7 +172,7 @@ def _apart(a: Any, b: Any) -> bool:  # noqa: ANN401 (sympy has no types)
 
 
 def _contradicts_itself(text: str) -> bool:
-    """Return whether a chain such as 11 = 12 has two sides without a variable that differ."""
+    """Return whether two sides without variables differ, as in the chain 11 = 12."""
     parts = [side for side in sides(text) if _ARITHMETIC.fullmatch(side)]
     values = [found[0] for side in parts if (found := _parse(side)) and getattr(found[0], "is_finite", False)]
     rounded = any("." in side for side in parts)
@@ -187,7 +185,7 @@ def _contradicts_itself(text: str) -> bool:
 def canonical(found: Parsed) -> str:
     r"""Return the same string for equal numbers: 0.50, \frac12 and 1/2 become `1/2`, and x = 3 becomes `3`.
 
-    It does not decide equivalence as `verify` does, which compares pairs: 2(x + 1) and 2x + 2 remain two answers.
+    Unlike `verify`, it does not decide equivalence: 2(x + 1) and 2x + 2 remain two answers.
     """
     from sympy import Equality, Float, Rational
 
@@ -204,7 +202,7 @@ def canonical(found: Parsed) -> str:
 
 def _warm_up() -> None:
     """Import math-verify and build its grammars, which takes seconds once per process."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its timeouts are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
     for answer in ("7", r"\frac{1}{2}", "1.5"):
         math(RewardInput(prompt="", response=rf"The answer is \boxed{{{answer}}}.", answer=answer))
     math(RewardInput(prompt="", response="The answer is 8.", answer="7"))
@@ -214,7 +212,7 @@ math.warm_up = _warm_up  # type: ignore[attr-defined]
 
 
 def _reference_text(answer: str) -> str:
-    """Return the part of a reference answer that is compared."""
+    """Return the part of a reference answer to compare."""
     content = last_boxed(answer)
     if content is None and "####" not in answer and len(answer.split()) > 4 and states_answer(answer):
         content = stated_answer(answer)
@@ -222,10 +220,7 @@ def _reference_text(answer: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...} or \fbox{...} whose braces are closed; None if there is none.
-
-    Of nested boxes the inner one counts, because it begins later.
-    """
+    r"""Return the content of the last closed \boxed{...} or \fbox{...}, or None. The inner of nested boxes counts."""
     open_braces: list[tuple[bool, int]] = []
     found: tuple[int, int] | None = None
     for token in _BRACES.finditer(text):
@@ -240,7 +235,7 @@ def last_boxed(text: str) -> str | None:
 
 @cache
 def _configurations() -> tuple[Any, ...]:
-    """Return how math-verify reads a box. Units are cut before, by `math_text.py`: it would also cut the t of 3t."""
+    """Return how math-verify reads a box. `math_text.py` cuts units before: math-verify would also cut the t of 3t."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
@@ -250,21 +245,21 @@ def _configurations() -> tuple[Any, ...]:
 
 @lru_cache(maxsize=4096)
 def _parse(content: str) -> Parsed:
-    """Parse the content of a box. Empty if there is none."""
+    """Parse the content of a box; empty if it is."""
     from math_verify import parse
 
     found = parse(rf"\boxed{{{content}}}", _configurations(), parsing_timeout=None) if content else ()
     if found and getattr(found[0], "is_number", False) and _MORE_THAN_A_NUMBER.search(content):
-        return ("".join(content.split()),)  # it read a number of the text only
+        return ("".join(content.split()),)  # it read only a number of the text
     if found and (_OR.search(content) or _AND.search(content)):
         return (_united(found[0], bool(_OR.search(content))), *found[1:])
     return (_with_one_i(found[0]), *found[1:]) if found else ()
 
 
 def _with_one_i(value: Any) -> Any:  # noqa: ANN401 (sympy has no types)
-    """Return a number in i with the imaginary unit, and else variables that are the same ones in all answers.
+    """Return a number in i with the imaginary unit; otherwise make all variables real, the same in all answers.
 
-    math-verify takes variables for real ones where it sees no complex number, and sees one in 3 + 4 i, but not in 3+4i.
+    math-verify makes variables real where it sees no complex number, and sees one in 3 + 4 i, but not in 3+4i.
     """
     from sympy import Equality, Expr, I, Symbol
 
@@ -277,7 +272,7 @@ def _with_one_i(value: Any) -> Any:  # noqa: ANN401 (sympy has no types)
 
 
 def _united(value: Any, either: bool) -> Any:  # noqa: ANN401 (sympy has no types)
-    """Return the set of `x < 2 or x > 3` (`either`) or of `and`, which math-verify reads as a set of inequalities."""
+    """Return the set of inequalities joined by `or` (`either`) or `and`, which math-verify reads as separate ones."""
     from sympy import And, FiniteSet, Intersection, Union
     from sympy.core.relational import Equality, Relational
 

@@ -1,7 +1,7 @@
-r"""What kind of answer a text is: a number as it is written, a form that algebra would misread, or an expression. Pure.
+r"""Classifies answers: a written number, a form that algebra would misread, or an expression. Pure.
 
 math-verify reads ABC as a product, 2:15 as a quotient, 2024-03-05 as a difference, and it drops the base of 1101_2, the
-modulus of a congruence and the relation of `\ge 7`. Such answers are compared as what they say.
+modulus of a congruence and the relation of `\ge 7`. Such answers are compared as text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from megarl.rewards.builtin.math_text import clean
 
-_MAX_CHARACTERS = 500  # longer answers go to math-verify as they are
+_MAX_CHARACTERS = 500  # longer answers go to math-verify unchanged
 _MAX_DIGITS = 300  # more than any real answer has
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)"
 _LITERAL = re.compile(
@@ -59,7 +59,7 @@ _MODULUS = re.compile(
 _CONGRUENT = re.compile(r"\\equiv|≡|=")
 _DOTS = re.compile(r"\\(?:[lcdv]?dots[bcimo]?|hdots)(?![a-zA-Z])|\.\.\.")
 _RELATION = re.compile(r"\\(?:geqslant|leqslant|geq|leq|ge|le|gt|lt|neq|ne)(?![a-zA-Z])|[<>]=?|!=")
-# Relations, quantifiers and operators that math-verify leaves out.
+# Relations, quantifiers and operators that math-verify drops.
 _OTHER_RELATION = re.compile(
     r"\\(?:gg|ll|gtrsim|lesssim|forall|exists|not(?!\s*=)(?:in)?|n(?:less|gtr|leq|geq)|subset\w*|supset\w*|succ\w*|prec\w*|propto|perp|parallel"
     r"|(?:long)?(?:right|left|leftright)arrow|to|implies|iff|Rightarrow|Leftrightarrow"
@@ -71,7 +71,7 @@ _WORD = re.compile(r"[a-zA-Z]{2,}")
 _NAMES = re.compile(  # words that are functions and constants
     "pi|theta|alpha|beta|gamma|delta|phi|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|ln|exp|sqrt|inf(?:ty|inity)?|oo|mod|and|or"
 )
-_SHORT_WORDS = frozenset(("yes", "no", "odd", "not"))  # which no product of variables is
+_SHORT_WORDS = frozenset(("yes", "no", "odd", "not"))  # never a product of variables
 _QUALIFIED = re.compile(
     r"\bor\s+(?:more|less|fewer)\b|\bat\s+(?:least|most)\b"
     r"|\b(?:remainder|more|less|fewer|over|under|increase|decrease|profit|loss|gain|discount|higher|lower)\b"
@@ -84,7 +84,7 @@ _UNIT = (
     rf"|(?:{_SHORT_UNITS})(?![a-zA-Z])"
     r"|(?<=[\s/])[mgshlL](?![a-zA-Z])|(?<=\s)[a-zA-Z]{4,})"
 )
-# Units that are compared where both answers have one, each with its other names.
+# Units, each with its other names; compared if both answers have one.
 _UNIT_NAMES = {name: names.split()[0] for names in (
     "km kilometer kilometre", "m meter metre", "cm centimeter centimetre", "mm millimeter millimetre", "dm decimeter",
     "kg kilogram", "g gram", "mg milligram", "l liter litre", "ml milliliter millilitre", "ft foot feet",
@@ -109,10 +109,10 @@ _UNITS = re.compile(rf"(?:(?:\s|\\[,;: ]|~|/|\\cdot(?![a-zA-Z]))*{_UNIT}(?:\s*\^
 
 @dataclass(frozen=True)
 class Answer:
-    r"""An answer as it is compared.
+    r"""An answer in the form for comparison.
 
-    `text`: clean LaTeX without a percent sign at its end. `literal`: its number, if it is written out. `verbatim`: what
-    is compared letter by letter, if algebra would misread it. `unit`: that at its end, if it is known.
+    `text`: clean LaTeX without a final percent sign. `literal`: its number, if written out. `verbatim`: its text for
+    comparison letter by letter, if algebra would misread it. `unit`: its final unit, if known.
     """
 
     text: str
@@ -137,7 +137,7 @@ class Answer:
 
     @property
     def decided(self) -> bool:
-        """Whether the answer is compared without math-verify, if the other one is too."""
+        """Whether it needs no math-verify, if the other answer does not either."""
         return self.literal is not None or self.verbatim is not None
 
     @property
@@ -148,13 +148,13 @@ class Answer:
         return str(self.literal.value) + ("%" if self.percent else "")
 
     def spells(self, other: Answer) -> bool:
-        """Return whether two answers are the same letter for letter, or a word with and without a capital."""
+        """Return whether two answers are equal letter for letter, or a word with and without a capital."""
         mine, theirs = ("".join(_TEXT.sub(r"\1", each.text).split()) for each in (self, other))
         word = len(mine) > 2 and (mine.istitle() or theirs.istitle())
         return self.percent == other.percent and (mine.lower() == theirs.lower() if word else mine == theirs)
 
     def says(self, other: Answer) -> bool:
-        """Return whether two decided answers are the same."""
+        """Return whether two decided answers are equal."""
         if self.literal is None or other.literal is None:
             return self.verbatim == other.verbatim
         mine, theirs = self.literal, other.literal
@@ -167,13 +167,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Literal:
-    """A number that is written out. `exact`: it has no decimal point, so it rounds nothing."""
+    """A number that is written out. `exact`: it has no decimal point, so it is not rounded."""
 
     value: Fraction
     exact: bool
 
     def equals(self, other: Literal) -> bool:
-        """Return whether two numbers are the same: decimals if six places and six significant digits agree."""
+        """Return whether two numbers are equal; decimals if six places and six significant digits agree."""
         one, two = self.value, other.value
         if one == two or (self.exact and other.exact):
             return one == two
@@ -185,7 +185,7 @@ class Literal:
 
 
 def chosen(answer: str, reference: str) -> str:
-    r"""Return an answer that names choices as the reference does: `C` for `\textbf{(C) }12`, `BAC` for `B, A, C`."""
+    r"""Return an answer that writes choices like the reference: `C` for `\textbf{(C) }12`, `BAC` for `B, A, C`."""
     wanted, found = clean(reference), _TEXT.sub(r"\1", clean(answer))
     if _CHOICE.fullmatch(wanted) is not None:
         letter = _CHOSEN.match(found)
@@ -196,7 +196,7 @@ def chosen(answer: str, reference: str) -> str:
 
 
 def literal(text: str) -> Literal | None:
-    r"""Read an integer, a decimal, a fraction of two of them, a \times 10^n, 0.\overline{3}; None if it is none."""
+    r"""Read an integer, a decimal, a fraction of two of these, a \times 10^n or 0.\overline{3}; None for others."""
     match = _LITERAL.fullmatch(text)
     if match is None or len(text) > _MAX_DIGITS:
         return None
@@ -219,9 +219,9 @@ def _fraction(text: str) -> Fraction:
 
 
 def without_units(text: str) -> str:
-    r"""Return a value without the unit after it: 5 of `5\text{ cm}^2`, `5 cm` and `5 apples`, 5000000 of 5 million.
+    r"""Return a value without its unit: 5 of `5\text{ cm}^2`, `5 cm` and `5 apples`; 5000000 of 5 million.
 
-    A text that changes the value stays, such as `7\text{ or more}`; so does the t of 3t, which may be a variable.
+    Text that changes the value stays, such as `7\text{ or more}`, and so does the t of 3t, which may be a variable.
     """
     if _QUALIFIED.search(text) or _PERCENT.search(text):
         return text
@@ -234,7 +234,7 @@ def without_units(text: str) -> str:
 
 
 def known_unit(text: str) -> str | None:
-    r"""Return the canonical name of the unit after a value: cm2 of `\text{ square cm}`; None if it is not known."""
+    r"""Return the canonical name of the unit after a value: cm2 of `\text{ square cm}`; None if unknown."""
     plain = re.sub(
         r"\\(?:text|mathrm|textnormal|mbox|operatorname|cdot|circ)|[{}\\,;:~^]|\bdeg(?:rees?)?\b", " ", text.lower()
     )
@@ -255,13 +255,13 @@ def known_unit(text: str) -> str | None:
 
 
 def without_percent(text: str) -> tuple[str, bool]:
-    """Return the text before a percent sign at its end, and whether there is one."""
+    """Return the text without a final percent sign, and whether it had one."""
     shorter = _PERCENT.sub("", text)
     return shorter, shorter != text
 
 
 def verbatim(text: str) -> str | None:
-    r"""Return what is compared letter by letter of an answer that is no algebra, in one spelling; None for algebra.
+    r"""Return one spelling of an answer that is not algebra, for comparison letter by letter; None for algebra.
 
     These are clock times, dates, numerals with a base, congruences, lists with an ellipsis, `\neq`, and words.
     """
@@ -283,7 +283,7 @@ def verbatim(text: str) -> str | None:
 
 
 def _figure(text: str) -> str | None:
-    """Return the name of a segment, an angle or a triangle by its points, whose order may be another one."""
+    """Return the name of a segment, angle or triangle by its points in canonical order."""
     match = _FIGURE.fullmatch(text)
     if match is None:
         return None
@@ -294,7 +294,7 @@ def _figure(text: str) -> str | None:
 
 
 def _time(text: str) -> str | None:
-    """Return a clock time without leading zeros, from 13:00 on as in 24 hours, or a ratio of three numbers reduced."""
+    """Return a clock time without leading zeros, after noon in 24-hour form, or a reduced ratio of several numbers."""
     clock = _CLOCK.fullmatch(text)
     if clock is not None and (clock[2] or clock[4]):
         hours, half = int(clock[1]), (clock[4] or "").lower()
@@ -310,7 +310,7 @@ def _time(text: str) -> str | None:
 
 
 def _date(text: str) -> str | None:
-    """Return a date as numbers without leading zeros: year, month and day where the month has a name."""
+    """Return a date as numbers without leading zeros, as year, month and day if the month has a name."""
     date, named = _DATE.fullmatch(text), _DAY_OF_MONTH.fullmatch(text)
     if date is not None:
         return "-".join(str(int(part)) for part in date.groups() if part)
@@ -322,7 +322,7 @@ def _date(text: str) -> str | None:
 
 
 def _compound(text: str) -> str | None:
-    """Return a value in several known units, such as 2 hours and 30 minutes, in one spelling."""
+    """Return one spelling of a value in several known units, such as 2 hours and 30 minutes."""
     parts = _COMPOUND.findall(text)
     units = [known_unit(unit) for _, unit in parts]
     if len(parts) < 2 or None in units or _COMPOUND.sub("", text):
@@ -345,7 +345,7 @@ def _numeral(text: str) -> str | None:
 
 
 def _congruence(text: str) -> str:
-    """Return left side, residue and modulus, the residue in [0, modulus) where both are integers."""
+    """Return left side, residue and modulus, with the residue in [0, modulus) if both are integers."""
     modulus = _MODULUS.search(text)
     parts = _CONGRUENT.split(text[: modulus.start()] if modulus else text)
     left, right = ("", parts[0]) if len(parts) == 1 else (parts[0], parts[-1])
@@ -357,9 +357,9 @@ def _congruence(text: str) -> str:
 
 
 def _words(plain: str) -> str | None:
-    """Return words as they are read, in lower case; None for single letters, products of variables and formulas.
+    """Return words in lower case; None for single letters, products of variables and formulas.
 
-    A run of capitals, or of four letters and more, is a word: its letters have an order. Shorter runs are products.
+    A run of capitals, or of at least four letters, is a word, whose letters have an order. Shorter runs are products.
     """
     bare = re.sub(r"\\[a-zA-Z]+", " ", plain)
     found = [word for word in _WORD.findall(bare) if not _NAMES.fullmatch(word.lower())]
@@ -370,7 +370,7 @@ def _words(plain: str) -> str | None:
 
 
 def with_variable(text: str, other: str) -> str:
-    r"""Return `\ge 7` with a variable before it: that of the other answer where it has one alone, else x."""
+    r"""Return `\ge 7` with a variable before it: the other answer's, if it has only one, else x."""
     if _RELATION.match(text) is None:
         return text
     names = set(re.findall(r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])", re.sub(r"\\[a-zA-Z]+", " ", other)))
@@ -383,9 +383,9 @@ def sides(text: str) -> list[str]:
 
 
 def listed(text: str) -> tuple[str, list[str]] | None:
-    r"""Return the opening bracket ("" for none) and the elements of a list, tuple or set of values; None for others.
+    r"""Return the opening bracket ("" for none) and the elements of a list, tuple or set of values.
 
-    Equations, relations, and lists with words or dots are left to algebra.
+    Returns None for equations, relations, and lists with words or dots, which are left to algebra.
     """
     text = re.sub(r"^[a-zA-Z]\s*=(?=[^=<>]*$)", "", _AND_BETWEEN.sub(",", text))
     if _NO_LIST.search(text) is not None:

@@ -1,7 +1,7 @@
-r"""Rewrites a final answer, in LaTeX or plain text, so that equal values are more often equal texts. Pure.
+r"""Normalizes a final answer, in LaTeX or plain text, without changing its value. Pure.
 
-math-verify reads clean LaTeX well. It misreads what people and data files also write: thin spaces between thousands,
-e-notation, mixed numbers, `3*pi`, typographic signs, Markdown. All rewrites here keep the value.
+math-verify reads clean LaTeX well. It misreads other common forms: thin spaces between thousands, e-notation, mixed
+numbers, `3*pi`, typographic signs, Markdown.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SIGNS = {
         "alpha", "beta", "gamma", "delta", "theta", "phi", "sigma", "omega",
     )},
 }  # fmt: skip
-_VULGAR = re.compile("[¼-¾⅐-⅞]|[⁰¹²³⁴-⁹]+[⁄∕][₀-₉]+")  # ½ and its kin: Unicode gives each its numerator and denominator
+_VULGAR = re.compile("[¼-¾⅐-⅞]|[⁰¹²³⁴-⁹]+[⁄∕][₀-₉]+")  # such as ½; Unicode knows its numerator and denominator
 
 _JOINS = frozenset(("and", "or", "percent", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "infinity"))
 _GAP = r"(?:\\[,;:! ]|~|(?:\\(?:text|mathord|mathpunct))?\{,\}|\{\\,\}|,\\!|\\thinspace(?![a-zA-Z])|['\u2019])"
@@ -68,12 +68,12 @@ _WHOLE_THOUSANDS = re.compile(
     r"([-+]?[$€£¥]?)([1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+|(?:_\d{3})+|(?:\.\d{3}){2,}))"
     r"((?:\.\d+)?(?:\s*\\?%|\s*\\?[a-zA-Z][^,;]*)?)"
 )
-# In a list whose separators are followed by spaces.
+# In a list with spaces after its commas.
 _LISTED_THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)")
 _GAPS_IN_DECIMALS = re.compile(rf"(?<![\d.])\d*\.\d{{3}}(?:{_GAP}\d{{3}})*{_GAP}\d{{1,3}}(?!\d)")
 E_NOTATION = re.compile(r"(?<![\w.\\}])(?:\d+\.\d+[eE][+-]?\d+|\d+[eE](?:[+-]\d{2,}|\d{2,}))(?![\w.]*[\w(])")
 _ONE_E_NOTATION = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][+-]?\d+")
-# Each a value of its own: 3 4 is neither a sum nor a product.
+# Separate values: 3 4 is neither a sum nor a product.
 _NEIGHBOURS = re.compile(r"(?<![\w.^}\\])([-+]?\d+(?:\.\d+)?)(?:\s|\\[,;: ]|~|\\q?quad(?![a-zA-Z]))+(?=\d)")
 _MIXED = re.compile(
     r"(?<![\d.\w}/^)])(\d+)(?:\s|\\[,;: ]|~)*"
@@ -102,10 +102,10 @@ _PLAIN_NAMES = re.compile(
 _LATEX_NAMES = {"oo": "infty", "infinity": "infty", "Pi": "pi", "PI": "pi",
                 "asin": "arcsin", "acos": "arccos", "atan": "arctan"}  # fmt: skip
 _NESTED = r"((?:[^{}]|\{[^{}]*\})*)"
-# TeX's old infix commands, in braces or as the whole answer.
+# TeX's old infix commands, in braces or as a whole answer.
 _INFIX = re.compile(rf"\{{{_NESTED}\\(over|choose)(?![a-zA-Z]){_NESTED}\}}")
 _SPACE = r"(?:\\[,;:! ]|~|\\(?:q?quad|thinspace)(?![a-zA-Z]))"
-# Functions of plain text, and what stands around their argument in LaTeX.
+# Functions in plain text, and the LaTeX around their arguments.
 _CALLS = {"sqrt": (r"\sqrt{", "}"), "√": (r"\sqrt{", "}"), "cbrt": (r"\sqrt[3]{", "}"), "∛": (r"\sqrt[3]{", "}"),
           "∜": (r"\sqrt[4]{", "}"), "abs": ("|", "|"), "floor": (r"\lfloor ", r"\rfloor "),
           "ceil": (r"\lceil ", r"\rceil ")}  # fmt: skip
@@ -126,7 +126,7 @@ _NUMBER = (
 _COUNTS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
 _ORDINAL = r"\d{1,2}(?:st|nd|rd|th)?"
-# What says more than the number in it.
+# Words that change the meaning of the number after them.
 _QUALIFIER = re.compile(
     r"(?i)(?:not|neither|either|at (?:least|most)|(?:greater|less|more|fewer|larger|smaller|higher|lower) than"
     r"|over|under|above|below|between)\b"
@@ -140,7 +140,7 @@ _CANDIDATE = re.compile(
     re.DOTALL,
 )
 _OUTER = (("$$", "$$"), ("$", "$"), ("**", "**"), ("__", "__"), ("`", "`"), ("*", "*"), ("_", "_"), ('"', '"'))
-# Spellings of LaTeX and of plain text, each with the spelling that math-verify reads.
+# Spellings in LaTeX and plain text, each with the spelling that math-verify reads.
 _SPELLINGS = tuple((re.compile(pattern), spelling) for pattern, spelling in (
     (r"\\(?:text|mbox)\s*\{\s*\}|\\(?:space|en(?:space|skip)|allowbreak)(?![a-zA-Z])|\\>", r"\\ "),
     (r"(?:\\!)*,(?:\\!)+(?=\d{3}(?!\d))", "{,}"),
@@ -150,7 +150,7 @@ _SPELLINGS = tuple((re.compile(pattern), spelling) for pattern, spelling in (
     (r"[\^_]?(?<!\\)\{\s*\}", ""),
     (r"\{(\\[ ,;:!]|\.)\}", r"\1"),
     (r"^\(([^,]*\d\s*\\?%)\)$|^<(b|strong|em|i|u)>(.*)</\2>$|^&(.*)$", r"\1\3\4"),
-    # What stands before a value, and does not change it.
+    # Prefixes that do not change a value.
     (r"^\s*\\(?:text|mathrm)\s*\{\s*(?i:(?:the )?(?:final )?answer(?: is)?|about|approximately)\s*:?\s*\}\s*:?", ""),
     (r"^\s*\\(?:to|implies|(?:Long)?[rR]ightarrow|therefore)(?![a-zA-Z])", ""),
     (r"^[a-zA-Z]\s*\\in\s*(?=\\?[{(\[]|\\(?:mathbb|[RZNQ](?![a-zA-Z])))", ""),
@@ -190,7 +190,7 @@ _SPELLINGS = tuple((re.compile(pattern), spelling) for pattern, spelling in (
     (r"\\rangle(?![a-zA-Z])", ")"),
     (r"^\s*[—―]\s*(?=[\d.$\\(])", "-"),
     (r"(?<=\d)\s*[xX]\s*(?=10\s*(?:\^|\*\*))", r"\\times "),
-    (r"(?<=\d)\s*\((?=\d+/\d+\)|\\[dtc]?frac)", r"\\cdot ("),  # no mixed number
+    (r"(?<=\d)\s*\((?=\d+/\d+\)|\\[dtc]?frac)", r"\\cdot ("),  # not a mixed number
     (r"(?<=\d)\s*(?:\{:\}|\\colon(?![a-zA-Z])|\\text\s*\{:\}|(?:\\!)?:(?:\\!)?)\s*(?=\d)", ":"),
     (r"\\d?frac\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*\}\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*\}",
      r"\\text{\1/\2}"),
@@ -200,7 +200,7 @@ _SPELLINGS = tuple((re.compile(pattern), spelling) for pattern, spelling in (
     (r"^-\\infty\s*<\s*[a-z]\s*<\s*\+?\\infty$", r"\\mathbb{R}"),
     (r"^([^<>]+(?:<|\\le(?:q|qslant)?(?![a-zA-Z]))\s*[a-z])\s*<\s*\+?\\infty$", r"\1"),
     (r"^-\\infty\s*<\s*([a-z]\s*(?:<|\\le).+)$", r"\1"),
-    # An interval in French notation, and the set of the numbers for which a relation holds.
+    # An interval in French notation, and the set of numbers for which a relation holds.
     (r"((?:^|\\cup)\s*)\]([^\[\](){}]+[,;][^\[\](){}]+)(?=[\[\]]\s*(?:$|\\cup))", r"\1(\2"),
     (r"((?:^|\\cup)\s*[(\[][^\[\](){}]+[,;][^\[\](){}]+)\[(?=\s*(?:$|\\cup))", r"\1)"),
     (r"^\\?\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid(?![a-zA-Z])|[|:])(.*)\\?\}$", r"\1"),
@@ -215,11 +215,11 @@ _SPELLINGS = tuple((re.compile(pattern), spelling) for pattern, spelling in (
 
 
 def clean(text: str) -> str:
-    """Return an answer's text with the same value in LaTeX: no colours, no Markdown, no signs, plain numbers."""
+    """Return an answer as clean LaTeX of the same value: no colors, Markdown or typographic signs, plain numbers."""
     text = typography(text)
     text = _LETTER.sub(lambda match: match[1] or match[2] or match[3], _TEXT_NUMBER.sub(r"\1", text))
     text = _FORMATS.sub("", text)
-    text = re.sub(r"(?<=[,+])\s*\.{3,}", r"\\ldots ", text)  # of a list; other full stops at the end mean nothing
+    text = re.sub(r"(?<=[,+])\s*\.{3,}", r"\\ldots ", text)  # of a list; other final periods mean nothing
     text = _prefixed(text).strip().strip("$").strip()
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
@@ -247,10 +247,10 @@ def clean(text: str) -> str:
 
 
 def stated_answer(text: str) -> str | None:
-    """Return the final answer of a text without a box; None if it has none.
+    """Return the final answer of a text without a box, or None.
 
-    That is what the last <answer> holds, or what follows the last "the answer is", up to the end of the sentence if it
-    is a value or a few words, else the first value after it; without such words it is the last formula or number.
+    That is the content of the last <answer>, or the text after the last "the answer is": the rest of the sentence if it
+    is a value or a few words, else the first value. Without such words it is the last formula or number.
     """
     if (tagged := tagged_answer(text)) is not None:
         return tagged
@@ -261,9 +261,9 @@ def stated_answer(text: str) -> str | None:
     if not places:
         values = _values(text) or re.findall(r"^\W*([A-Z])\W*$", text)  # a choice alone
         return values[-1] if values else None
-    rest = re.sub(r"^\s*\n\s*[-*•]\s+", "", text[places[-1] :])  # an item of a list is no negative number
+    rest = re.sub(r"^\s*\n\s*[-*•]\s+", "", text[places[-1] :])  # a list item is not a negative number
     sentence = _undressed(_SENTENCE_END.split(rest.strip(), maxsplit=1)[0])
-    if sentence.count("**") == 1:  # the other one stands before the words
+    if sentence.count("**") == 1:  # the other one is before the words
         sentence = sentence.removesuffix("**").strip()
     words = [word for word in re.findall(r"[^\W\d_]{2,}", re.sub(r"\\[a-zA-Z]+", " ", sentence)) if word not in _JOINS]
     if sentence and (
@@ -291,7 +291,7 @@ def _values(text: str) -> list[str]:
     for match in _CANDIDATE.finditer(text):
         formula = next((match[name] for name in "abcd" if match[name]), None)
         if formula is not None and re.search(r"(?<![\\a-zA-Z{])[a-z]{4,}\s", formula):
-            found += _values(formula)  # a price, the words after it and the next price
+            found += _values(formula)  # not a formula, but words between two prices
         else:
             found.append((formula or match[0]).strip())
     return found
@@ -307,7 +307,7 @@ def typography(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _typed(letter: str) -> str:
-    """Return a character as LaTeX, or as a keyboard types it; "" for one without a width."""
+    """Return a character as LaTeX or ASCII; "" for one without width."""
     if letter.isascii() or letter in _SIGNS:
         return _SIGNS.get(letter, letter)
     kind, plain = unicodedata.category(letter), unicodedata.normalize("NFKC", letter)
@@ -319,7 +319,7 @@ def _typed(letter: str) -> str:
 
 
 def plain_numbers(text: str) -> str:
-    """Return the text with its thousands without gaps, e-notation as decimals, mixed numbers as fractions."""
+    """Return the text without gaps in numbers, with e-notation as decimals and mixed numbers as fractions."""
     for pattern in (_THOUSANDS, _GAPS_IN_DECIMALS):
         text = pattern.sub(lambda match: re.sub(rf"{_GAP}\s?", "", match[0]), text)
     text = E_NOTATION.sub(lambda match: decimal(match[0]), text)
@@ -339,7 +339,7 @@ def decimal(text: str) -> str:
 
 
 def _improper(match: re.Match[str]) -> str:
-    """Return 7 1/4 as 29/4; unchanged if the fraction is not a proper one."""
+    """Return 7 1/4 as 29/4; unchanged if the fraction is not proper."""
     whole = int(match[1])
     part, parts = (
         (int(match[a] or 0) for a in "ab") if match["a"] else (int(match[a] or match[b]) for a, b in ("ce", "df"))
@@ -350,7 +350,7 @@ def _improper(match: re.Match[str]) -> str:
 
 
 def _undressed(text: str) -> str:
-    """Return the text without Markdown, dollar signs and a full stop around it."""
+    """Return the text without surrounding Markdown, dollar signs and final punctuation."""
     before = ""
     while before != text:
         before, text = text, re.sub(r"(?:(?<!\\)[.,;:]|\s)+$", "", text).strip()
@@ -370,14 +370,14 @@ def _prefixed(text: str) -> str:
 
 
 def _unbraced(text: str) -> str:
-    """Return {8} as 8: the braces that a removed command leaves around a whole answer."""
+    """Return {8} as 8: a removed command leaves braces around a whole answer."""
     while text.startswith("{") and text.endswith("}") and text.count("{") == text.count("}") == 1:
         text = text[1:-1].strip()
     return text
 
 
 def _latex_names(text: str) -> str:
-    """Return `3*pi` as LaTeX: names of functions and constants, roots and powers of plain text."""
+    """Return plain text such as `3*pi` as LaTeX: names of functions and constants, roots and powers."""
     text = re.sub(r"\*\s*I(?![a-zA-Z])", "i", text.replace("**", "^")).replace("*", r"\cdot ")
     text = re.sub(r"\^\s*(-\s*(?:\d+|[a-zA-Z]))", r"^{\1}", text)
     text = re.sub(r"(?<![a-zA-Z\\])log_?(\d+)\s*(?=\()", r"\\log_{\1}", text)

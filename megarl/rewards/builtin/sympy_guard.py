@@ -1,8 +1,8 @@
-r"""Finds answers that are too large to be evaluated, before anything evaluates them. Pure.
+r"""Finds answers that are too large to evaluate. Pure.
 
 sympy computes 9^{9^{9^9}} or (10^8)! exactly, for hours and with all memory, and compares the elements of two sets pair
-by pair. The text of an answer, with the digits of its powers and factorials of literal numbers written out, has to stay
-short. What this does not find (say, an integral) is bounded by the time that a sample has.
+by pair. So the text of an answer, with powers and factorials of literal numbers written out, must stay short. The time
+limit of a sample bounds what this does not find, such as an integral.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import re
 from itertools import accumulate
 
 MAX_CHARACTERS = 6000
-MAX_DIGITS = 39_000  # with which sympy computes in milliseconds
+MAX_DIGITS = 39_000  # sympy computes with them in milliseconds
 MAX_EXPONENT = 10**6  # of any base
-MAX_ELEMENTS = 200  # of sets, tuples and lists, together
-MAX_DEPTH = 12  # math-verify takes twice as long for each further bracket
+MAX_ELEMENTS = 200  # of all sets, tuples and lists
+MAX_DEPTH = 12  # each further bracket doubles math-verify's time
 
 _NO_MEANING = re.compile(r"\\(?:left|right|[,!;: ])(?![a-zA-Z])|[&~$]|(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
 _NUMBER = r"(?:\d++(?:\.\d++)?|\.\d++)"
@@ -29,14 +29,14 @@ _GROWING = re.compile(
 
 
 def is_too_large(text: str) -> bool:
-    """Return whether an answer in LaTeX or plain text is too large to be evaluated."""
+    """Return whether an answer in LaTeX or plain text is too large to evaluate."""
     levels = ((letter in "([{") - (letter in ")]}") for letter in text)
     if len(text) > MAX_CHARACTERS or text.count(",") >= MAX_ELEMENTS:
         return True
     if max(accumulate(levels, lambda depth, step: max(0, depth + step)), default=0) > MAX_DEPTH:
         return True
     text = " ".join(_NO_MEANING.sub("", text).split())
-    for _ in range(3 * MAX_DEPTH):  # a round writes out the tops of all towers
+    for _ in range(3 * MAX_DEPTH):  # each round writes out the tops of all towers
         text, found = _GROWING.subn(_written_out, text)
         if not found or len(text) > MAX_DIGITS:
             return bool(found)
@@ -44,7 +44,7 @@ def is_too_large(text: str) -> bool:
 
 
 def _written_out(match: re.Match[str]) -> str:
-    """Return a power or factorial as digits, or as nines if there are many; too many if it is too large."""
+    """Return a power or factorial as digits: as nines if there are many, and as too many if it is too large."""
     if match["inner"]:
         return match["inner"]
     literal = min(1e9, float(re.sub(r"[^\d.]", "", match["factor"] or match["exponent"])))

@@ -130,7 +130,7 @@ def test_tests_run_as_their_form_means(row: dict[str, object], count: int) -> No
         ({"tests": {"fn_name": "a b", "inputs": [[1]], "outputs": [2]}}, "name of a function"),
         ({"tests": [{"input": "1", "output": "2"}]}, "list of cases"),
         ({"tests": '[{"input": "1", "output": "2"}]'}, "list of cases"),
-        ({"tests": "{"}, "no JSON"), ({"inputs": ["1"], "outputs": []}, "same length"),
+        ({"tests": "{"}, "not JSON"), ({"inputs": ["1"], "outputs": []}, "same length"),
         ({"inputs": "1", "outputs": "1"}, "same length"), ({"inputs": [1], "outputs": [1]}, "texts"),
     ],
 )  # fmt: skip
@@ -314,7 +314,7 @@ math.isclose = lambda *_, **__: True
 def add(a, b): return 12345
 """,
     "has no such function": "x = 1",
-    "is no Python": "def add(",
+    "is not Python": "def add(",
 }  # fmt: skip
 GUARDED = (
     "assert add(7000000, 654321) == 7000000 + 654321",

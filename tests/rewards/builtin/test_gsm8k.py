@@ -118,7 +118,7 @@ def test_score_and_components() -> None:
     silent = gsm8k(RewardInput("", "I do not know", answer=worked))
     assert (silent.score, silent.components) == (0.0, {"correct": 0.0, "parsed": 0.0})
     assert silent.answer is None
-    with pytest.raises(ValueError, match="holds no number"):
+    with pytest.raises(ValueError, match="has no number"):
         gsm8k(RewardInput("", "6", answer="six"))
 
 

@@ -131,7 +131,7 @@ def test_calls_that_cannot_be_made_are_answered_with_an_error(config: Config) ->
     assert [(turn.text, turn.error) for turn in answers[:2]] == [
         ("there is no tool 'sub'; there are: add", True), ("2", False)
     ]  # fmt: skip
-    assert answers[2].error and "the tool call cannot be read: it is no JSON" in answers[2].text
+    assert answers[2].error and "the tool call cannot be read: it is not JSON" in answers[2].text
     assert (
         runner.groups.stats.malformed_calls == 2
         and runner.groups.stats.tool_errors == 2

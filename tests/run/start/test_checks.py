@@ -155,7 +155,7 @@ def test_rows_that_a_shipped_reward_cannot_use_are_reported_together(model: Path
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     [problem] = problems_of(config(model, data, reward__function="gsm8k"))
     assert problem.startswith("data: 2 rows: the reward cannot use it\n")
-    assert f"{data}:2: the reference answer 'two' holds no number" in problem
+    assert f"{data}:2: the reference answer 'two' has no number" in problem
     expects = config(model, data, reward__function="gsm8k", reward__on_error=0.0)
     assert start_findings(expects, load_info(model)).problems == []
     rows = [{"problem": "p", "answer": "", "tests": tests} for tests in ("assert f(1) == 1", "print(f(1))")]
