@@ -1,1 +1,1 @@
-"""Programs outside megarl that act through the gateway, and whose sessions are trained on."""
+"""Programs outside megarl that act through the gateway, and whose sessions train the model."""

@@ -1,7 +1,7 @@
-"""A client of verifiers' environment server (0.4): ZeroMQ with msgpack. It imports nothing of verifiers.
+"""A client of verifiers' environment server (0.4), and the server's process: ZeroMQ with msgpack, without verifiers.
 
 A message is [id, method, content]. Its answers are [id, kind, content]: any number of `delta`, then one `reply`. The
-deltas of a run carry its traces piece by piece; the reply says how many pieces there have to be.
+deltas of a run carry its traces piece by piece; the reply has the number of pieces.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from megarl.environments.gateway_client import AttemptLost
 logger = logging.getLogger(__name__)
 
 LARGEST_MESSAGE = 256 * MIB
-CANCEL_S = 5.0  # for reporting a cancelled run to the server
+CANCEL_S = 5.0  # to report a cancelled run to the server
 
 
 class EnvironmentLost(AttemptLost):
-    """The environment server has died; another one is started for the next attempt."""
+    """The environment server has died; another one starts for the next attempt."""
 
 
 class EnvironmentFailed(RuntimeError):  # noqa: N818
-    """The environment server has refused a request, or answered with what is no answer."""
+    """The environment server refused a request, or sent an invalid answer."""
 
 
 @dataclass
 class TraceSoFar:
-    """Holds what has arrived of a trace: its values by name, and the numbers of its `nodes` and `calls`."""
+    """What has arrived of a trace: its values by name, and the numbers of its `nodes` and `calls`."""
 
     values: dict[str, Any] = field(default_factory=dict)
     nodes: int = 0
@@ -55,13 +55,13 @@ class TraceSoFar:
 
 
 class Traces:
-    """Puts the traces of one run together."""
+    """Assembles the traces of one run."""
 
     def __init__(self) -> None:
         self._traces: dict[str, TraceSoFar] = {}
 
     def apply(self, delta: Mapping[str, Any]) -> None:
-        """Take a delta. Raises KeyError or TypeError for what is none."""
+        """Apply a delta. Raises KeyError or TypeError for an invalid one."""
         name = delta["trace"]
         if delta.get("discard"):
             self._traces.pop(name, None)
@@ -96,7 +96,7 @@ class _Open:
 
 
 class EnvironmentClient:
-    """The connection to one server. To be used, and closed, in one event loop."""
+    """The connection to one server. Use and close it in one event loop."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.asyncio.Context()
@@ -121,16 +121,16 @@ class EnvironmentClient:
         return True
 
     async def run(self, request: Mapping[str, Any]) -> list[TraceSoFar]:
-        """Run an environment once; return its traces. A run whose caller is cancelled is cancelled at the server.
+        """Run an environment once, and return its traces. Cancelling the call cancels the run at the server.
 
         `request`: `task_data`, `client`, `model` and `sampling`, as verifiers' RunRequest. Raises EnvironmentLost if
-        the server dies, and EnvironmentFailed if it refuses the request, or if its answer is incomplete.
+        the server dies, and EnvironmentFailed if it refuses the request or its answer is incomplete.
         """
         answer, traces = await self._ask("run", request)
         return traces.finish(answer.get("traces") or [])
 
     def lose(self, reason: str) -> None:
-        """End all requests with EnvironmentLost, those of the future too."""
+        """End all requests, also future ones, with EnvironmentLost."""
         self._lost = reason
         for each in self._open.values():
             if not each.reply.done():
@@ -179,7 +179,7 @@ class EnvironmentClient:
         task.add_done_callback(self._tasks.discard)
 
     async def _receive(self) -> None:
-        """Give each frame to its request. What cannot be read ends the request that it is for, or is dropped."""
+        """Give each frame to its request. An unreadable frame fails its request, or is dropped."""
         while True:
             frames = await self._socket.recv_multipart()
             opened: _Open | None = None
@@ -200,14 +200,9 @@ class EnvironmentClient:
                     opened.reply.set_exception(EnvironmentFailed(message))
 
 
-# Starts an environment in a process and a virtual environment of its own, and again when it has died.
-#
-# The process is the leader of a session, so that it is killed with all that it has started. It gets no variable of the
-# run's environment but those that a program needs, and the token of the gateway.
-
 PROGRAM = Path(__file__).with_name("server_program.py")
-TOKEN_VARIABLE = "MEGARL_GATEWAY_API_KEY"  # verifiers keeps names with API_KEY from the programs that it starts
-START_S = 300.0  # its imports alone are many seconds of computing, alongside engines that start too
+TOKEN_VARIABLE = "MEGARL_GATEWAY_API_KEY"  # verifiers hides names with API_KEY from the programs that it starts
+START_S = 300.0  # its imports alone take many CPU seconds, while engines start too
 LOOK_S = 1.0
 _PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "HF_HOME", "SSL_CERT_FILE")
 _TAIL = 2000  # characters of the log that an error shows
@@ -215,9 +210,9 @@ _TAIL = 2000  # characters of the log that an error shows
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """Holds what to serve. `python`: that of the virtual environment. `paths`: directories with the taskset's modules.
+    """An environment to serve. `python`: of its virtual environment. `paths`: directories with the taskset's modules.
 
-    `environment`: verifiers' EnvConfig as JSON content. `variables`: further ones of the process.
+    `environment`: verifiers' EnvConfig as JSON content. `variables`: additional environment variables.
     """
 
     python: Path
@@ -227,10 +222,14 @@ class EnvironmentSpec:
 
 
 class EnvironmentServer:
-    """One environment of one process of the run. To be used in one event loop."""
+    """Runs an environment in its own process and virtual environment, restarted if it dies. For one event loop.
+
+    The process leads a session, so that it is killed with everything it started. Of the run's environment it gets only
+    the variables that a program needs, and the gateway's token.
+    """
 
     def __init__(self, spec: EnvironmentSpec, log: Path, token: str) -> None:
-        """`log`: where its output goes; `token`: that of the gateway's clients. Nothing is started yet."""
+        """`log`: the file for its output; `token`: of the gateway's clients. Nothing is started yet."""
         self._spec, self._log, self._token = spec, log, token
         self._starting = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
@@ -238,17 +237,17 @@ class EnvironmentServer:
         self._watch: asyncio.Task[None] | None = None
 
     async def run(self, request: Mapping[str, Any]) -> list[TraceSoFar]:
-        """Run the environment once, see `EnvironmentClient.run`; start the server if there is none."""
+        """Run the environment once, see `EnvironmentClient.run`; start the server if necessary."""
         return await (await self._connected()).run(request)
 
     @property
     def pid(self) -> int | None:
-        """The process, which is the leader of its group; None if none is there."""
+        """The running process, which leads its group, or None."""
         alive = self._process is not None and self._process.returncode is None
         return self._process.pid if alive and self._process is not None else None
 
     async def close(self) -> None:
-        """Kill the server with all that it has started."""
+        """Kill the server and everything it started."""
         if self._process is not None:
             if self.pid is not None:
                 kill_session(self.pid)
@@ -270,14 +269,14 @@ class EnvironmentServer:
             await client.close()
 
     async def _start(self) -> EnvironmentClient:
-        """Start the server; return a client of it. Raises RolloutError if it does not answer within START_S."""
+        """Start the server, and return its client. Raises RolloutError if it does not answer within START_S."""
         directory = os.environ.get(VARIABLE) or tempfile.gettempdir()
         socket = tempfile.mkdtemp(prefix="env-", dir=directory) + "/s"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             try:
                 self._process = process = await asyncio.create_subprocess_exec(
-                    # -P: the directory of the program holds modules of megarl, which are none of its own.
+                    # -P: the program's directory has modules of megarl, which it must not import.
                     str(self._spec.python), "-P", str(PROGRAM), stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log,
                     env=self._variables(), start_new_session=True,
                 )  # fmt: skip
@@ -295,7 +294,7 @@ class EnvironmentServer:
             kill_session(process.pid)
             await client.close()
             raise
-        self._watch = asyncio.get_running_loop().create_task(self._tell_end(process, client))
+        self._watch = asyncio.get_running_loop().create_task(self._report_end(process, client))
         return client
 
     async def _answers(self, process: asyncio.subprocess.Process, client: EnvironmentClient) -> None:
@@ -309,15 +308,15 @@ class EnvironmentServer:
                 continue
             raise RolloutError(f"{message}; {self._log} ends with: {self._tail()}")
 
-    async def _tell_end(self, process: asyncio.subprocess.Process, client: EnvironmentClient) -> None:
+    async def _report_end(self, process: asyncio.subprocess.Process, client: EnvironmentClient) -> None:
         code = await process.wait()
-        with contextlib.suppress(ProcessLookupError):  # nothing that it has started is left
+        with contextlib.suppress(ProcessLookupError):  # nothing that it started is left
             os.killpg(process.pid, signal.SIGKILL)
         client.lose(f"the environment server has ended with {code}; see {self._log}")
 
     def _variables(self) -> dict[str, str]:
         passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
-        # As where the virtual environment is activated: verifiers' programs look for uv, which is installed in it.
+        # As in an activated virtual environment: verifiers' programs look for uv, which is installed in it.
         passed["PATH"] = os.pathsep.join([str(self._spec.python.parent), passed.get("PATH", os.defpath)])
         paths = os.pathsep.join(str(path.resolve()) for path in self._spec.paths)
         return {

@@ -1,4 +1,4 @@
-"""The run's own client of its gateway: it opens a session for a sample, reads its turns, and ends it."""
+"""The run's client of its gateway: opens a session for a sample, reads its turns, and ends it."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from megarl.gateway.token_file import read_gateway_file
 
 logger = logging.getLogger(__name__)
 
-CALL_S = 60.0  # in which the gateway has to answer
-END_S = 5.0  # the same for a loop that was cancelled, which has to end soon (`rollout/transport/background.py`)
-REOPEN_S = 120.0  # in which a gateway that has died has to be open again
+CALL_S = 60.0  # in which the gateway must answer
+END_S = 5.0  # the same in a cancelled loop, which must end soon (`rollout/transport/background.py`)
+REOPEN_S = 120.0  # in which a dead gateway must be open again
 LOOK_S = 0.5
 
 
 class AttemptLost(RolloutError):  # noqa: N818
-    """A process outside the sample has died under it: what it has made is lost, and it is begun again."""
+    """A process that the sample needs has died: the sample's progress is lost, and it starts again."""
 
 
 class GatewayLost(AttemptLost):
-    """The gateway is not reached, or has lost the session: its process has died, and another one was or will be
-    opened."""
+    """The gateway is unreachable or has lost the session: its process has died, and another one is or will be open."""
 
 
 class GatewayClient:
-    """Calls the gateway of a run; a context manager, which holds the connection."""
+    """Calls the gateway of a run; a context manager for the connection."""
 
     def __init__(self, run_dir: Path) -> None:
         """Raises GatewayLost if no gateway was opened in the run's directory."""
@@ -59,24 +58,21 @@ class GatewayClient:
         await self._http.close()
 
     async def open(self, session: str, terms: SessionTerms) -> None:
-        """Open a session that fixes the sampling of its requests. Raises as `turns`."""
+        """Open a session with the terms of its requests. Raises as `turns`."""
         await self._call("PUT", session, msgspec.json.encode(terms))
 
     async def turns(self, session: str) -> list[SessionTurn]:
-        """Return the turns of a session. Raises GatewayLost, and RolloutError with the message of any other failure."""
+        """Return the turns of a session. Raises GatewayLost, and RolloutError with the message of other failures."""
         return read_turns(await self._call("GET", session))
 
     async def refusal(self, session: str) -> str:
-        """Return the code of the bound at which a request of a session was refused; "" if none was.
-
-        Raises as `turns`.
-        """
+        """Return the code of the bound that a refused request of a session exceeded, or "". Raises as `turns`."""
         return (await self._call("GET", session))["refused"] or ""
 
     async def end(self, session: str) -> None:
-        """End a session, as far as the gateway can be reached; it forgets unused ones in any case.
+        """End a session if the gateway can be reached; it forgets unused ones anyway.
 
-        A task that was cancelled waits `END_S` seconds for it at most.
+        A cancelled task waits at most `END_S` seconds.
         """
         task = asyncio.current_task()
         limit_s = END_S if task is not None and task.cancelling() else CALL_S

@@ -1,7 +1,7 @@
 """The agent loop of a harness: the user's function acts through the gateway, and its session becomes the trajectories.
 
-A harness is any program that speaks OpenAI's chat completions. What the gateway has recorded in its session is trained
-on: exact tokens, log-probs and versions, a row for each path of turns.
+A harness is any program that speaks OpenAI's chat completions. Training uses what the gateway records in its session:
+exact tokens, log-probs and versions, with a row for each path of turns.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from megarl.rollout.engine.messages import GenerateResult
 
 logger = logging.getLogger(__name__)
 
-# `act(base_url, token, session, row)`; it returns the sample's reward, or None if the reward function gives it.
+# `act(base_url, token, session, row)` returns the sample's reward, or None to use the reward function.
 Act = Callable[..., Awaitable[float | RewardResult | None]]
 
 
 class SampleFailed(Exception):  # noqa: N818
-    """`act` raises it with the reason why its sample cannot be used; the samples alongside it in the group can be."""
+    """`act` raises it with the reason why its sample cannot be used; the group's other samples still can."""
 
 
 @dataclass(frozen=True)
 class ActEnd:
-    """The end of `act`. `reward`: what it has returned, if anything; `failure`: why the sample cannot be used.
+    """How `act` ended. `reward`: what it returned, if anything; `failure`: why the sample cannot be used.
 
-    `overflow`: it failed after the gateway had refused a request at a bound, so that the trajectory ends before that.
+    `overflow`: it failed after the gateway refused a request at a bound; the trajectory ends before that.
     """
 
     reward: RewardResult | None = None
@@ -55,25 +55,25 @@ class ActEnd:
     overflow: bool = False
 
 
-# Of the loop's time after the group's deadline, until `act` must have ended: the session is read after that.
+# `act` must end within this share of the loop's grace after the group's deadline, because the session is read then.
 GRACE_SHARE = 0.5
-# How often a sample is begun if the gateway dies meanwhile; its group fails after that.
+# How often to start a sample if the gateway dies; after that its group fails.
 ATTEMPTS = 3
 
 
 class Harness:
-    """Runs `act` for each sample, in a session of its own."""
+    """Runs `act` for each sample, in its own session."""
 
     def __init__(self, act: Act, timeout_s: float, attempts: int, *, name: str = "agent.act") -> None:
-        """`timeout_s`: the time of one call of `act`. `name`: of `act`, for messages.
+        """`timeout_s`: the time limit of `act`. `name`: of `act`, for messages.
 
-        `attempts`: how often a sample is begun if the gateway dies, or `act` raises AttemptLost.
+        `attempts`: how often to start a sample if the gateway dies or `act` raises AttemptLost.
         """
         self._act, self._timeout_s, self._attempts, self._name = act, timeout_s, attempts, name
 
     @classmethod
     def of(cls, agent: AgentConfig) -> Harness:
-        """Return the loop of a config. Raises ValueError, which says what is wrong with `agent.act`."""
+        """Return the loop of a config. Raises ValueError with what is wrong with `agent.act`."""
         path = agent.act or ""
         found: Any = imported(path, "agent.act:")
         if not inspect.iscoroutinefunction(found):
@@ -88,7 +88,7 @@ class Harness:
         return cls(functools.partial(found, **kwargs), agent.act_timeout_s, ATTEMPTS)
 
     async def run(self, ctx: AgentContext) -> list[Trajectory]:
-        """Act for one sample; begin again in a new session if the gateway dies. See `AgentLoop.run`.
+        """Act for one sample; start again in a new session if the gateway dies. See `AgentLoop.run`.
 
         Raises AttemptLost if every attempt was lost, and ToolFailed if `act` itself fails.
         """
@@ -100,15 +100,15 @@ class Harness:
                 return await self._attempt(ctx, run_dir)
             except AttemptLost as error:
                 if attempt == self._attempts:
-                    reported = f"sample {ctx.group_id}:{ctx.sample_index} was begun {attempt} times"
+                    reported = f"sample {ctx.group_id}:{ctx.sample_index} was started {attempt} times"
                     raise AttemptLost(f"{reported}; the last time {error}") from error
-                logger.warning("sample %d:%d is begun again: %s", ctx.group_id, ctx.sample_index, error)
+                logger.warning("sample %d:%d is started again: %s", ctx.group_id, ctx.sample_index, error)
                 if isinstance(error, GatewayLost):
                     await wait_for_gateway(run_dir)
         raise AssertionError("there is at least one attempt")
 
     async def _attempt(self, ctx: AgentContext, run_dir: Path) -> list[Trajectory]:
-        # Unique: an attempt before, or a controller that has died, may have left a session of this sample.
+        # Unique: an earlier attempt, or a dead controller, may have left a session of this sample.
         name = f"{_stem(ctx)}{uuid.uuid4().hex}"
         async with GatewayClient(run_dir) as gateway:
             await gateway.open(name, terms_of(ctx))
@@ -121,7 +121,7 @@ class Harness:
         return await trajectories(ctx, turns, end)
 
     async def _call(self, ctx: AgentContext, gateway: GatewayClient, name: str) -> ActEnd:
-        """Run `act`, and return how it has ended."""
+        """Run `act`, and return how it ended."""
         limit_s = self._timeout_s
         if ctx.deadline is not None:
             limit_s = min(limit_s, max(0.0, ctx.deadline.at - time.monotonic()) + GRACE_SHARE * ctx.deadline.grace_s)
@@ -136,9 +136,9 @@ class Harness:
             if isinstance(error, SampleFailed):
                 return ActEnd(failure=str(error))
             if isinstance(error, TimeoutError) and limit.expired():
-                reported = f"{sample} waited {limit_s:.0f} s for {self._name} to end; its time-out can be raised"
+                reported = f"{sample} waited {limit_s:.0f} s for {self._name} to end; its timeout can be raised"
                 return ActEnd(failure=reported)
-            refused = await gateway.refusal(name)  # raises GatewayLost if that is why it has failed
+            refused = await gateway.refusal(name)  # raises GatewayLost if that is the cause
             reported = f"{self._name} failed in {sample}: {type(error).__name__}: {error}"
             if not refused:
                 raise ToolFailed(reported) from error
@@ -148,10 +148,10 @@ class Harness:
 
 
 def terms_of(ctx: AgentContext) -> SessionTerms:
-    """Return what the session of a sample fixes: the sampling of its set, its turns, and the deadline of its group.
+    """Return the terms of a sample's session: the sampling of its set, its turns, and the deadline of its group.
 
-    That of a sample of training takes the place of those that an attempt before has left in the gateway when it died. A
-    greedy and a sampled response of an evaluation may have the same numbers at once, so theirs replace nothing.
+    In training, the session replaces those that a dead attempt left in the gateway. In an evaluation it replaces none,
+    because a greedy and a sampled response may have the same numbers at once.
     """
     most = ctx.toolbox.bounds.max_turns or LOOP_TURNS
     if not ctx.trains:
@@ -162,8 +162,8 @@ def terms_of(ctx: AgentContext) -> SessionTerms:
 
 
 def _stem(ctx: AgentContext) -> str:
-    """Return the beginning of the names of a sample's sessions, which no other sample of training shares."""
-    return f"{RUN_SESSIONS}{ctx.group_id}-{ctx.sample_index}-"  # the last dash: of sample 1, and not of sample 10
+    """Return the prefix of the names of a sample's sessions, unique among training samples."""
+    return f"{RUN_SESSIONS}{ctx.group_id}-{ctx.sample_index}-"  # the last dash distinguishes sample 1 from 10
 
 
 def outcome_of(returned: object) -> RewardResult | None:
@@ -177,9 +177,9 @@ def outcome_of(returned: object) -> RewardResult | None:
 
 
 async def trajectories(ctx: AgentContext, turns: Sequence[SessionTurn], end: ActEnd) -> list[Trajectory]:
-    """Return the trajectories of a session, which share one reward: that of `end`, or of the last turn's judgement.
+    """Return the trajectories of a session, which share one reward: that of `end`, or of judging the last turn.
 
-    The sample fails if `end` says so, if a turn cannot be trained on, or if there is none.
+    The sample fails if `end` has a failure, if a turn cannot be trained on, or if there is no turn.
     """
     rows, reward, failure = session_rows(turns), end.reward, end.failure
     if not rows:
@@ -201,14 +201,14 @@ async def trajectories(ctx: AgentContext, turns: Sequence[SessionTurn], end: Act
 
 
 def dialogue_of(ctx: AgentContext, row: SessionRow, turns: Sequence[SessionTurn]) -> list[Turn]:
-    """Return a path as reward functions see it; `turns`: those of its session.
+    """Return a path as reward functions get it; `turns`: of its session.
 
-    What stands between two turns of the model is listed message by message if a chat has brought it. Else, and whatever
-    its role is if that is not `tool`, it is a `user`'s: what the model has not sampled is never an assistant's.
+    Text between two turns of the model is listed message by message if it came from a chat. All of it is a `user`'s
+    unless its role is `tool`: text that the model did not sample is never an assistant's.
     """
     by_number = {turn.number: turn for turn in turns}
-    messages: list[tuple[int, tuple[str, str]]] = []  # each with the response token at which its turn's prompt goes on
-    calls: list[tuple[int, dict[str, Any]]] = []  # each with the response token at which its turn begins
+    messages: list[tuple[int, tuple[str, str]]] = []  # with the response token at which its turn's new prompt begins
+    calls: list[tuple[int, dict[str, Any]]] = []  # with the response token at which its turn begins
     known = 0
     for turn in (by_number[number] for number in row.turns):
         begin = len(turn.prompt_ids) - len(row.prompt_ids)
@@ -241,7 +241,7 @@ def _turns_that_do_not_fit(rows: Sequence[SessionRow], reward: RewardResult | No
     if reward is None or not reward.turn_rewards:
         return ""
     if len(rows) > 1:
-        return f"the session has {len(rows)} paths, and rewards of turns are for a session of one dialogue"
+        return f"the session has {len(rows)} paths, but turn_rewards need a session of one dialogue"
     turns, given = len(_turn_starts(rows[0])), len(reward.turn_rewards)
     return "" if given == turns else f"there are {given} turn_rewards, and the session has {turns} turns"
 

@@ -1,7 +1,7 @@
-"""Serves one environment of verifiers; run by the Python of the environment's own virtual environment.
+"""Serves one environment of verifiers, with the Python of the environment's virtual environment.
 
-The first line of the standard input is JSON: `address`, and `environment`, verifiers' EnvConfig. When the input ends,
-the run has ended, and this process and all that it has started are killed. megarl itself does not import this module.
+The first line of standard input is JSON: `address`, and `environment`, verifiers' EnvConfig. The input ends with the
+run; then this process and everything it started are killed. megarl does not import this module.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import Any
 
 
 def end_with_the_run() -> None:
-    """Wait for the end of the standard input; kill the process group then."""
+    """Wait for the end of standard input, then kill the process group."""
     while os.read(0, 4096):
         pass
     os.killpg(0, signal.SIGKILL)
 
 
 def on_this_machine(environment: dict[str, Any]) -> dict[str, Any]:
-    """Return verifiers' EnvConfig with a process of this machine for each role without a configured place, for which
-    verifiers would take a sandbox of Prime Intellect's. Roles are `agent`, or what the environment calls them.
+    """Return verifiers' EnvConfig with a local process for each role without a configured runtime.
+
+    By default verifiers would use a sandbox of Prime Intellect. Roles are `agent`, or the environment's names.
     """
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import env_config_type
@@ -54,7 +55,7 @@ def main() -> None:
         content = on_this_machine(asked["environment"])
         serve_env(max_workers=1, address=asked["address"], config_data=content)
     finally:
-        # Programs that the environment has started outlive it otherwise.
+        # Otherwise programs started by the environment would outlive it.
         sys.stdout.flush()
         os.killpg(0, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Makes training rows of a session of the gateway: one for each path of turns, in the exact tokens. Pure."""
+"""Makes training rows from a session of the gateway: one for each path of turns, with the exact tokens. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.queue.trajectory import FinishReason, VersionSpan
 
 
 class SessionImage(msgspec.Struct, frozen=True):
-    """An image of a turn's prompt that its parent does not have: as `ImageRef`, and its file."""
+    """An image that a turn's prompt adds to its parent's: the fields of `ImageRef`, and the file."""
 
     hash: str
     offset: int
@@ -24,7 +24,7 @@ class SessionImage(msgspec.Struct, frozen=True):
 class SessionTurn(msgspec.Struct, frozen=True):
     """One turn of a session, as `GET /v1/sessions/ID` returns it. `prompt_ids`: all tokens before the response.
 
-    Of a chat's turn there are also the `messages` after the turn that it continues, and the `calls` of its response.
+    A chat's turn also has the `messages` after its parent, and the `calls` of its response.
     """
 
     number: int
@@ -43,8 +43,8 @@ class SessionTurn(msgspec.Struct, frozen=True):
 class SessionRow:
     """A path of turns from a root to a leaf. `turns`: their numbers.
 
-    `prompt_ids`: the prompt of the root. `response_ids`: everything after it, `mask` 1 for the tokens that this row
-    trains, 0 for inserted ones and for turns that an earlier row trains; those have log-prob 0 and no version.
+    `prompt_ids`: the prompt of the root. `response_ids`: everything after it. `mask`: 1 for the tokens that this row
+    trains; 0 for inserted tokens and for turns that an earlier row trains, which have log-prob 0 and no version.
     `sampled`: 1 for the tokens of all turns of the path.
     """
 
@@ -61,13 +61,13 @@ class SessionRow:
 
 def read_turns(content: Mapping[str, Any]) -> list[SessionTurn]:
     """Return the turns of the gateway's answer to `GET /v1/sessions/ID`."""
-    return msgspec.convert(content["turns"], list[SessionTurn], strict=False)  # versions are texts, as in vLLM
+    return msgspec.convert(content["turns"], list[SessionTurn], strict=False)  # versions are text, as in vLLM
 
 
 def session_rows(turns: Sequence[SessionTurn]) -> list[SessionRow]:
-    """Return the rows of a session, by the numbers of the leaves; each turn is trained by exactly one of them.
+    """Return the rows of a session, in the order of their leaves; exactly one row trains each turn.
 
-    A leaf whose response is empty is left out. Raises ValueError if a turn does not continue its parent's tokens.
+    Leaves with an empty response are left out. Raises ValueError if a turn does not continue its parent's tokens.
     """
     by_number = {turn.number: turn for turn in turns}
     rows: list[SessionRow] = []

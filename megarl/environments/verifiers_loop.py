@@ -1,7 +1,7 @@
-"""The agent loop of an environment of verifiers, in a process and a virtual environment of its own.
+"""The agent loop of an environment of verifiers, which runs in its own process and virtual environment.
 
-The environment acts through the gateway: its server gets a base URL that names the sample's session. The reward is that
-of the environment's trace; tokens, log-probs and versions are those of the session.
+The environment acts through the gateway: its server gets a base URL with the sample's session. The reward comes from
+the environment's trace; tokens, log-probs and versions come from the session.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TASK_FIELD = "task_data"
 
 
 class Verifiers:
-    """Runs an environment of verifiers for each sample. The rows of the data have the task in the field `task_data`."""
+    """Runs an environment of verifiers for each sample. Data rows have the task in the field `task_data`."""
 
     def __init__(
         self,
@@ -51,16 +51,15 @@ class Verifiers:
         attempts: int = 3,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`taskset`: the module of the taskset, in one of `paths` or installed alongside `python`.
+        """`taskset`: the module of the taskset, in one of `paths` or installed with `python`.
 
-        `taskset_config` and `environment`: further fields of verifiers' `[env.taskset]` and `[env]`. `client`: `eval`
-        talks in messages with the gateway, `train` in tokens that verifiers makes itself, by the tokenizer in the
-        directory `renderer` and the renderer of `renderer_config`, which is verifiers' own config of one, such as
-        `{name: qwen3, thinking_retention: all}`. `timeout_s` and `attempts`: see `Harness`; keep the first below
-        `timeouts.generate_s`. `variables`: further environment variables of the server, which gets none of the run's
-        that are not named here.
+        `taskset_config`, `environment`: more fields of verifiers' `[env.taskset]` and `[env]`. `client`: `eval` sends
+        messages to the gateway, `train` sends tokens that verifiers makes with the tokenizer in the directory
+        `renderer` and the renderer of `renderer_config`, verifiers' config, such as
+        `{name: qwen3, thinking_retention: all}`. `timeout_s`, `attempts`: see `Harness`; keep the first below
+        `timeouts.generate_s`. `variables`: more environment variables of the server, which inherits only basic ones.
 
-        Raises ValueError for a Python or a directory that is not there, and for a client whose renderer is not given.
+        Raises ValueError for a missing Python or directory, and for a client without its renderer.
         """
         if not Path(python).is_file():
             raise ValueError(f"agent.kwargs.python: there is no {python}; run make setup-environments")
@@ -69,7 +68,7 @@ class Verifiers:
         if problem := client_problem(client, renderer, renderer_config):
             raise ValueError(problem)
         content = {**(environment or {}), "taskset": {**(taskset_config or {}), "id": taskset}}
-        # Not resolved: the Python of a virtual environment is a link, and finds its packages by its own place.
+        # Not resolved: the Python of a virtual environment is a link, and finds its packages by its own path.
         absolute = [Path(path).absolute() for path in paths]
         self._spec = EnvironmentSpec(Path(python).absolute(), content, absolute, dict(variables or {}))
         self._client: dict[str, Any] = {"type": client}
@@ -93,14 +92,14 @@ class Verifiers:
         if len(rows) > 1 and self._client["type"] == "train" and not self._reported_parts:
             self._reported_parts = True
             logger.warning(
-                "sample %d:%d became %d rows: the environment has restarted a dialogue, or verifiers has tokenized an "
-                "earlier turn again; see docs/rollout/environments.md on renderer_config. This is logged once",
+                "sample %d:%d became %d rows: the environment restarted a dialogue, or verifiers tokenized an earlier "
+                "turn again; see docs/rollout/environments.md on renderer_config. This is logged once",
                 ctx.group_id, ctx.sample_index, len(rows),
             )  # fmt: skip
         return rows
 
     async def close(self) -> None:
-        """End the environment's process. It also ends on its own with the process of the loop."""
+        """End the environment's process. It also ends with the process of the loop."""
         if self._server is not None:
             await self._server.close()
 
@@ -109,7 +108,7 @@ class Verifiers:
     ) -> RewardResult:
         task = row.get(TASK_FIELD)
         if not isinstance(task, dict):
-            raise ValueError(f"the data row has no object {TASK_FIELD!r}; make the rows by export_tasks.py")
+            raise ValueError(f"the data row has no object {TASK_FIELD!r}; make the rows with export_tasks.py")
         if not self._model:
             self._model = await _model_name(base_url, token)
         client = {
@@ -125,10 +124,10 @@ class Verifiers:
 
 
 def client_problem(client: str, renderer: str | None, renderer_config: Mapping[str, Any] | None) -> str | None:
-    """Return what is wrong with the arguments of verifiers' client.
+    """Return what is wrong with the arguments of verifiers' client, or None.
 
-    verifiers finds a renderer by the model's exact name on the hub. For a directory it takes one that tokenizes the
-    earlier turns of a dialogue again and knows no tools, and says nothing.
+    verifiers finds a renderer by the model's exact name on the hub. For a directory it silently uses one that tokenizes
+    earlier turns of a dialogue again and knows no tools.
     """
     if client not in ("eval", "train"):
         return f"agent.kwargs.client: {client!r} is neither eval nor train"
@@ -148,9 +147,9 @@ def client_problem(client: str, renderer: str | None, renderer_config: Mapping[s
 
 
 def reward_of(traces: Sequence[TraceSoFar]) -> RewardResult:
-    """Return the mean reward of the traces of a run, with the single rewards and metrics as components.
+    """Return the mean reward of the traces of a run, with the individual rewards and metrics as components.
 
-    Raises SampleFailed if there is no trace, or if one has ended with an error.
+    Raises SampleFailed if there is no trace, or if one ended with an error.
     """
     if not traces:
         raise SampleFailed("the environment has made no trace")

@@ -1,1 +1,1 @@
-"""Held-out evaluation: pure metrics, and `megarl eval` on a stand-alone engine."""
+"""Held-out evaluation: its metrics, its harness and its tables."""

@@ -1,13 +1,12 @@
 """Evaluation metrics as pure functions: mean@k, unbiased pass@k, maj@k, confidence intervals, lengths.
 
-A *problem* is the list of the responses sampled for one prompt. Every metric is computed per problem first and then
-averaged over problems. Confidence intervals are therefore over problems, because responses to one problem are not
-independent of each other.
+A *problem* is the list of responses to one prompt. Every metric is computed per problem and then averaged over
+problems. Confidence intervals are over problems, because responses to one problem are not independent.
 
 There are two kinds of interval. `wilson`, the score interval of a proportion, is used if every problem's value is 0 or
-1. It is also used if all problems have the same value in [0, 1]: their variance is zero, which would claim certainty,
-and a proportion has the largest variance that values in [0, 1] with the same mean can have. In all other cases `normal`
-is used: mean ± z·s/√n over problems, clipped to the metric's range.
+1. It is also used if all problems have the same value in [0, 1]: their variance of zero would claim certainty, and a
+proportion has the largest variance of all values in [0, 1] with the same mean. Otherwise `normal` is used:
+mean ± z·s/√n over problems, clipped to the metric's range.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ CORRECT_AT = 1.0
 
 @dataclass(frozen=True)
 class SampleFailure:
-    """The reason why a response is no evidence about the model.
+    """Why a response says nothing about the model.
 
     `generation`: the engine did not finish it. `reward`: the reward function returned no reward.
     """
@@ -38,9 +37,8 @@ class SampleFailure:
 class ScoredResponse:
     """One response with its reward.
 
-    `answer` is the final answer extracted from the text, None if there is none; `tokens` is the response length, EOS
-    included; `truncated` is true if the response was cut at the token limit. The score of a response with a `failure`
-    counts like any other.
+    `answer`: the final answer in the text, or None; `tokens`: the response length, including EOS; `truncated`: it was
+    cut at the token limit. The score of a response with a `failure` counts like any other.
     """
 
     score: float
@@ -62,10 +60,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """The metrics of one evaluation set under one way of sampling; shares are in [0, 1], lengths in tokens.
+    """The metrics of one evaluation set in one sampling mode; shares are in [0, 1], lengths in tokens.
 
-    Every failed response counts either in `failed_generations` or in `reward_errors`; `first_failure` is the message of
-    the first one. `graded`: some score is neither 0 nor 1, so the mean is no share of correct responses.
+    Every failed response counts either in `failed_generations` or in `reward_errors`; `first_failure`: the message of
+    the first one. `graded`: some score is neither 0 nor 1, so the mean is not a share of correct responses.
     """
 
     name: str
@@ -119,9 +117,9 @@ class EvalReport:
 
 
 def are_verdicts(scores: Sequence[float]) -> bool:
-    """Return whether all scores say right (1) or wrong (0), so that their mean is a share of correct responses.
+    """Return whether all scores are 1 (right) or 0 (wrong), so that their mean is a share of correct responses.
 
-    That of any others, such as partial credit, is a score: no page and no terminal calls it an accuracy.
+    The mean of others, such as partial credit, must not be called an accuracy.
     """
     return all(score in (0.0, 1.0) for score in scores)
 
@@ -142,10 +140,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def majority_vote(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     """Return the expected correctness of the majority vote over the responses to one problem.
 
-    Equal strings are one answer, so answers should be normalised; the correctness of an answer is the share of its
-    responses that are correct. Responses without an answer abstain; the vote is wrong if all abstain. A tie is decided
-    by a fair draw among the tied answers; the result is the exact expectation over it, so it depends neither on the
-    order of the responses nor on a seed. Raises ValueError if the lengths differ.
+    Equal strings are one answer, so answers should be normalized; the correctness of an answer is the share of its
+    correct responses. Responses without an answer abstain; the vote is wrong if all abstain. The result is the exact
+    expectation over a fair draw among tied answers, so it depends neither on the order of responses nor on a seed.
+    Raises ValueError if the lengths differ.
     """
     if len(correct) != len(answers):
         raise ValueError(f"maj@k: {len(answers)} answers but {len(correct)} judgements")
@@ -176,9 +174,9 @@ def estimate_mean(
     confidence: float = DEFAULT_CONFIDENCE,
     bounds: tuple[float, float] = (-math.inf, math.inf),
 ) -> Estimate:
-    """Return the mean of one value per problem, with its interval as described at the head of the module.
+    """Return the mean of one value per problem, with its interval (see the module's docstring).
 
-    `bounds` is the range of the metric. Raises ValueError if there are no values.
+    `bounds`: the range of the metric. Raises ValueError if there are no values.
     """
     if not values:
         raise ValueError("the evaluation set is empty: add problems to it")

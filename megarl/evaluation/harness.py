@@ -1,7 +1,6 @@
-"""Evaluates one set, greedy and sampled; the same code runs inside a training run and in `megarl eval`.
+"""Evaluates one set, greedy and sampled, in training runs and in `megarl eval`.
 
-The function that generates and scores a response is a parameter, so this module depends neither on an engine nor on
-Ray.
+The function that generates and scores a response is a parameter, so this module needs neither an engine nor Ray.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from megarl.evaluation.accuracy import EvalReport, ScoredResponse, evaluate_resp
 Problem = TypeVar("Problem")
 Mode = Literal["greedy", "sampled"]
 Respond = Callable[[Problem, int, Mode, int], Coroutine[Any, Any, ScoredResponse]]
-"""(problem, its index in the set, mode, sample index) -> scored response. The sample index of a greedy one is 0."""
+"""(problem, its index in the set, mode, sample index) -> scored response. The greedy sample has index 0."""
 
 
 @dataclass(frozen=True)
 class SetReport:
     """Both evaluations of one set.
 
-    `version`: of the weights with which the evaluation began; `oldest` and `newest`: of the tokens of its responses,
-    which differ from it only if training went on meanwhile.
+    `version`: of the weights at its start; `oldest`, `newest`: of the tokens, which differ from it only if training
+    continued meanwhile.
     """
 
     name: str
@@ -47,7 +46,7 @@ class SetReport:
 
     @property
     def first_failure(self) -> str | None:
-        """The message of the first failed response, of the greedy ones if one of them failed."""
+        """The message of the first failed response, preferably a greedy one."""
         return self.greedy.first_failure or self.sampled.first_failure
 
     @property
@@ -62,12 +61,12 @@ class SetReport:
 
     @property
     def of_one_version(self) -> bool:
-        """True if every token is of `version`."""
+        """True if all tokens have `version`."""
         return self.oldest == self.newest == self.version
 
     @property
     def nothing_judged(self) -> str | None:
-        """The error message for a set of which every response failed; None for any other set."""
+        """The error message if every response of the set failed, else None."""
         responses = self.responses
         if self.greedy.failures + self.sampled.failures < responses:
             return None
@@ -77,7 +76,7 @@ class SetReport:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the declared metrics `eval/{set}/…` of this set."""
+        """Return the metrics `eval/{set}/…`."""
         prefix, greedy, sampled = f"eval/{self.name}", self.greedy, self.sampled
         return {
             f"{prefix}/greedy": greedy.mean.value,

@@ -12,13 +12,13 @@ from rich.text import Text
 from megarl.evaluation.accuracy import Estimate, EvalReport
 from megarl.evaluation.harness import SetReport
 
-WIDTH = 100  # what the tables need at most; only the names of sets go on in a second line
+WIDTH = 100  # of the tables, at most; only names of sets are wrapped
 
 
 def report_table(reports: Sequence[EvalReport]) -> RenderableType:
-    """Return a table with one row per report, one with its pass@k, and a line for each report with failures.
+    """Return a table with a row per report, a table of pass@k, and a line for each report with failures.
 
-    Shares are in percent with their intervals, means of graded rewards plain numbers, lengths in tokens.
+    Shares are in percent with intervals, means of graded rewards are plain numbers, lengths are in tokens.
     """
     parts: list[RenderableType] = [_means(reports)]
     ks = sorted({k for report in reports for k in report.pass_at if k > 1})
@@ -52,7 +52,7 @@ def _means(reports: Sequence[EvalReport]) -> Table:
 
 
 def _passes(reports: Sequence[EvalReport], ks: Sequence[int]) -> Table:
-    """Return a table with one row per report and k, because the values of all k side by side would be too wide."""
+    """Return a table with a row per report and k, because columns for all k would be too wide."""
     table = _table("pass@k: one of k has reward 1")
     table.add_column("k", justify="right")
     table.add_column("pass@k", justify="right", no_wrap=True)
@@ -85,14 +85,14 @@ def render_line(label: str, report: SetReport) -> str:
 
 
 def _failures(report: SetReport) -> str:
-    """Return the counts of failures that are not zero, as the end of a line; they count as they were scored."""
+    """Return the non-zero counts of failures, as the end of a line."""
     counts = {"generations failed": report.failed_generations, "rewards failed": report.reward_errors}
     found = "".join(f", {count} of {report.responses} {what}" for what, count in counts.items() if count)
     return f"{found}; the first: {report.first_failure}" if found else ""
 
 
 def format_mean(report: EvalReport) -> str:
-    """Return the mean score: in percent if it is a share of correct responses, else like `0.523 [0.480, 0.566]`."""
+    """Return the mean score, in percent if it is a share of correct responses, else like `0.523 [0.480, 0.566]`."""
     if not report.graded:
         return format_estimate(report.mean)
     return f"{report.mean.value:.3g} [{report.mean.low:.3g}, {report.mean.high:.3g}]"

@@ -1,1 +1,1 @@
-"""`megarl report`: one HTML page about one or several runs, made from the files of their directories."""
+"""`megarl report`: one HTML page about one or several runs, from the files in their directories."""

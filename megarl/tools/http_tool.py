@@ -1,4 +1,4 @@
-"""A tool on another machine: a call is a POST of JSON, repeated where that is safe and within its time."""
+"""A tool on another machine: a call is a POST of JSON, repeated within its time if that is safe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BUSY = 429
 
 @dataclass(frozen=True)
 class _Failed:
-    """A try without an answer. `sent`: the other side may have acted on it. `pause_s`: what it asked to wait."""
+    """A try without an answer. `sent`: the server may have acted on it. `pause_s`: the wait it asked for."""
 
     message: str
     sent: bool
@@ -32,12 +32,11 @@ class _Failed:
 class HttpTool:
     """The tool at `url`.
 
-    A call sends `{"name": ..., "arguments": {...}}`. The answer is a JSON object with `text`, and `error` if it is one;
-    any other answer is the text itself. With `images` it may also be a list of chat parts with images as data URLs
-    (`answer_of`). `token`: `{env: NAME}`, the variable of a bearer token. A call that may have
-    reached the other side is repeated only if the tool is `idempotent`; one that did not, or that got status 429,
-    always. Redirects are not followed, and no proxy of the environment is used. Raises ValueError for a setting that
-    cannot be used.
+    A call sends `{"name": ..., "arguments": {...}}`. The answer is a JSON object with `text`, and with `error` if it is
+    one; any other answer is the text itself. With `images` it may also be a list of chat parts with images as data URLs
+    (`answer_of`). `token`: `{env: NAME}`, the variable of a bearer token. A call that may have reached the server is
+    repeated only if the tool is `idempotent`; one that did not, or got status 429, always. Redirects are not followed,
+    and proxies of the environment are not used. Raises ValueError for an invalid setting.
     """
 
     def __init__(
@@ -54,22 +53,22 @@ class HttpTool:
     ) -> None:
         address = httpx.URL(url)
         if address.scheme not in ("http", "https") or not address.host:
-            raise ValueError(f"the tool {name!r}: url is {url!r}, and has to begin with http:// or https://")
+            raise ValueError(f"the tool {name!r}: url is {url!r}, and must begin with http:// or https://")
         if parameters.get("type") != "object":
-            raise ValueError(f"the tool {name!r}: parameters has to be a JSON schema of type object")
+            raise ValueError(f"the tool {name!r}: parameters must be a JSON schema of type object")
         if isinstance(token, str):
-            raise ValueError(f"the tool {name!r}: token has to be {{env: NAME}}, not the secret itself")
+            raise ValueError(f"the tool {name!r}: token must be {{env: NAME}}, not the secret itself")
         self.name, self.description, self.idempotent = name, description, idempotent
         self.parameters = dict(parameters)
         self._url, self._max_characters, self._images = address, max_characters, images
         self._most = MAX_RESPONSE + (MAX_IMAGE_BYTES * 4 // 3 if images else 0)  # in base64
-        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}  # its size is bounded as it is sent
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}  # the bound is on the bytes sent
         if token is not None:
             headers["Authorization"] = f"Bearer {resolved({'token': token}, f'tool {name}')['token']}"
         self._client = httpx.AsyncClient(headers=headers, trust_env=False, follow_redirects=False)
 
     async def call(self, arguments: Mapping[str, Any], *, timeout_s: float) -> ToolAnswer:
-        """Send the call until there is an answer, it must not be sent again, or the time is over."""
+        """Send the call until there is an answer, it must not be sent again, or the time is up."""
         deadline = time.monotonic() + timeout_s
         pause, tries, last = FIRST_PAUSE_S, 0, "no try was made"
         while True:
@@ -94,7 +93,7 @@ class HttpTool:
         """Close the connections."""
         await self._client.aclose()
 
-    async def _send(self, arguments: Mapping[str, Any]) -> ToolAnswer | _Failed:  # noqa: PLR0911  # one for each end
+    async def _send(self, arguments: Mapping[str, Any]) -> ToolAnswer | _Failed:  # noqa: PLR0911  # one per outcome
         """Send the call once."""
         content = {"name": self.name, "arguments": dict(arguments)}
         try:
@@ -141,7 +140,7 @@ class HttpTool:
 
 
 def _seconds(header: str | None) -> float:
-    """Return the seconds of a Retry-After; 0 for a date, which a peer's clock would decide about."""
+    """Return the seconds of a Retry-After; 0 for a date, which depends on the server's clock."""
     try:
         seconds = float(header or 0)
     except ValueError:

@@ -1,6 +1,6 @@
-"""A tool of a user's class or function, in processes of its own, which can be killed when a call hangs.
+"""A tool from a user's class or function, in its own processes, which can be killed when a call hangs.
 
-All of it runs in one thread with an event loop, because the kernel kills a process when the thread that made it ends.
+One thread with an event loop runs everything, because the kernel kills a process when the thread that made it ends.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from megarl.common.values import GIB
 from megarl.tools.process_worker import MAX_MESSAGE
 from megarl.tools.tool import MAX_CHARACTERS, ToolAnswer
 
-GRACE_S = 1.0  # that the wait for the answer of an object is longer than the call
-CLOSE_S = 5.0  # in which the object may close what it has
+GRACE_S = 1.0  # how much longer than the call to wait for the answer of an object
+CLOSE_S = 5.0  # for the object to close its resources
 JOIN_S = 10.0
 
 WorkResult = TypeVar("WorkResult")
 
 
 class ToolRaisedError(RuntimeError):
-    """The user's class has raised an exception; the message names it."""
+    """The user's class raised an exception, which the message names."""
 
 
 class ProcessEndedError(Exception):
-    """The process has ended before it answered; the message says how."""
+    """The process ended before it answered; the message says how."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ToolReport:
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """Holds how a call has ended: with an answer, too late, or with the exception of the object."""
+    """How a call ended: with an answer, too late, or with an exception of the object."""
 
     call: int
     text: str = ""
@@ -66,10 +66,10 @@ _REPORT, _OUTCOME = TypeAdapter(ToolReport), TypeAdapter(CallOutcome)
 
 
 class ToolProcess:
-    """A process that answers calls, once it has reported. `ended`: why it answers nothing more.
+    """A process that answers calls once it has reported. `ended`: why it no longer answers.
 
-    `report`: the description of its tool, as it comes, or what `ChildProcess.handshake` raises. `retired`: no further
-    calls are to be made; it ends with those that it has.
+    `report`: the description of its tool, or what `ChildProcess.handshake` raises. `retired`: it gets no more calls,
+    and ends with those that it has.
     """
 
     def __init__(self, setup: Mapping[str, Any], timeout_s: float) -> None:
@@ -80,7 +80,7 @@ class ToolProcess:
         self._numbers = itertools.count()
         self._open: dict[int, asyncio.Future[CallOutcome]] = {}
         self.report = asyncio.ensure_future(self._start(json.dumps(setup).encode(), timeout_s))
-        self.report.add_done_callback(lambda task: task.cancelled() or task.exception())  # somebody may have waited
+        self.report.add_done_callback(lambda task: task.cancelled() or task.exception())  # perhaps nobody else reads it
 
     async def _start(self, setup: bytes, timeout_s: float) -> ToolReport:
         greeting = asyncio.ensure_future(asyncio.to_thread(self._child.handshake, setup, timeout_s))
@@ -90,20 +90,20 @@ class ToolProcess:
         except BaseException as error:
             self.ended = self.ended or "it did not start"
             self._child.kill()
-            await asyncio.wait([greeting], timeout=GRACE_S)  # nothing reads from a connection that is closed
+            await asyncio.wait([greeting], timeout=GRACE_S)  # so that nothing reads from a closed connection
             self._child.close()
             if isinstance(error, asyncio.CancelledError):
                 raise StartError(self.ended) from error
             if isinstance(error, ValidationError):
-                raise ValueError(f"it is no tool: {error.errors()[0]['loc'][-1]} is wrong or missing") from error
+                raise ValueError(f"it is not a tool: {error.errors()[0]['loc'][-1]} is wrong or missing") from error
             raise
         self._reading = asyncio.ensure_future(self._read(reader))
         return report
 
     async def ask(self, content: Mapping[str, Any], timeout_s: float, grace_s: float = GRACE_S) -> CallOutcome:
-        """Send a call and return what it came to.
+        """Send a call and return its outcome.
 
-        Raises TimeoutError if there is no answer within `timeout_s` and `grace_s`, and ProcessEndedError.
+        Raises TimeoutError without an answer within `timeout_s` plus `grace_s`, and ProcessEndedError.
         """
         if self.ended:
             raise ProcessEndedError(self.ended)
@@ -124,12 +124,12 @@ class ToolProcess:
             self._end_if_retired()
 
     def retire(self) -> None:
-        """End the process as soon as it has no calls."""
+        """End the process once it has no calls."""
         self.retired = True
         self._end_if_retired()
 
     def kill(self, reason: str) -> None:
-        """Kill the process and all that it has started; its calls end with ProcessEndedError. May be repeated."""
+        """Kill the process and everything it started; its calls end with ProcessEndedError. Idempotent."""
         if self.ended:
             return
         self.ended = reason
@@ -147,10 +147,10 @@ class ToolProcess:
 
     def _end_if_retired(self) -> None:
         if self.retired and not self._open:
-            self.kill("it was ended after a call that had taken too long")
+            self.kill("it was ended after a call that took too long")
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Hand out answers until the process ends, or sends something else."""
+        """Deliver answers until the process ends or sends something else."""
         try:
             while True:
                 outcome = checked_answer(await read_frame(reader, MAX_MESSAGE), _OUTCOME)
@@ -164,23 +164,24 @@ class ToolProcess:
 
 
 class ProcessTool:
-    """A tool in `processes` processes, which either have one call at a time (a function), or any number (an object).
+    """A tool in `processes` processes, with one call at a time each (a function) or any number (an object).
 
-    A call that does not end in time is an error, and its process is killed with all that it has started: at once if it
-    answers nothing, else as soon as its other calls have ended. So is one whose process ends by itself. The next call
-    has a new process, and what an object kept is lost. A call that was open when its process ended is repeated once if
-    the tool is `idempotent`, else it is an error, because it may have been done.
+    A call that does not end in time is an error, and its process is killed with everything it started: at once if it
+    answers nothing, else once its other calls have ended. The next call gets a new process, and an object's state is
+    lost. A call whose process ended by itself is repeated once if the tool is `idempotent`, else it is an error,
+    because it may have had an effect.
 
-    Raises ValueError if it is no tool, TimeoutError if a process is not ready within `start_timeout_s`, and StartError.
+    Raises ValueError if it is not a tool, TimeoutError if a process is not ready within `start_timeout_s`, and
+    StartError.
     """
 
     def __init__(self, setup: Mapping[str, Any], *, processes: int, start_timeout_s: float) -> None:
-        """Made by `function_tool` and `class_tool`."""
+        """`setup`: by `function_tool` or `class_tool`."""
         search = [entry or os.getcwd() for entry in sys.path]
         self._setup, self._start_timeout_s = {**setup, "search": search}, start_timeout_s
         self._path, self._alone = setup["path"], setup["is_function"]
         self._current: list[ToolProcess | None] = [None] * processes
-        self._all: set[ToolProcess] = set()  # those that have been retired, too
+        self._all: set[ToolProcess] = set()  # including retired ones
         self._lock, self._closed = threading.Lock(), False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"megarl-tool-{self._path}", daemon=True)
@@ -198,7 +199,7 @@ class ProcessTool:
         self.idempotent: bool = setup["idempotent"] or report.idempotent
 
     async def call(self, arguments: Mapping[str, Any], *, timeout_s: float) -> ToolAnswer:
-        """Call the tool. Raises ToolRaisedError if an object raises: that is a mistake in the tool, not the model's."""
+        """Call the tool. Raises ToolRaisedError if an object raises, which is the tool's mistake, not the model's."""
         with self._lock:
             if self._closed:
                 return self._error("it is closed")
@@ -206,14 +207,14 @@ class ProcessTool:
         return await asyncio.wrap_future(future)
 
     async def close(self) -> None:
-        """Have the object close what it has, and kill the processes. Raises ToolRaisedError if the object raises."""
+        """Let the object close its resources, and kill the processes. Raises ToolRaisedError if the object raises."""
         await asyncio.to_thread(self._end)
 
     async def _report(self) -> ToolReport:
         return await asyncio.shield(self._process(0).report)
 
     def _process(self, place: int) -> ToolProcess:
-        """Return the process at a place, another one if it has ended. Raises ValueError if the tool is closed."""
+        """Return the process at a place, replaced if it has ended. Raises ValueError if the tool is closed."""
         if self._closed:
             raise ValueError("it is closed")
         process = self._current[place]
@@ -223,7 +224,7 @@ class ProcessTool:
         return process
 
     def _wait_for(self, work: Coroutine[Any, Any, WorkResult], timeout_s: float) -> WorkResult:
-        """Run a coroutine in the thread of the processes; raises TimeoutError."""
+        """Run a coroutine in the thread of the processes. Raises TimeoutError."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     def _end(self) -> None:
@@ -242,7 +243,7 @@ class ProcessTool:
     async def _end_processes(self) -> None:
         process, failed = self._current[0], ""
         if process is not None and not process.ended and process.report.done() and not self._alone:
-            with contextlib.suppress(TimeoutError, ProcessEndedError):  # it is killed in any case
+            with contextlib.suppress(TimeoutError, ProcessEndedError):  # it is killed anyway
                 failed = (await process.ask({"close": True}, CLOSE_S)).failed
         for each in self._all:
             each.kill("it was closed")
@@ -303,7 +304,7 @@ class ProcessTool:
 def class_tool(
     path: str, *, name: str | None = None, kwargs: Mapping[str, Any] | None = None, start_timeout_s: float = 120.0
 ) -> ProcessTool:
-    """Return the object of the class at an import path, in one process that answers all calls.
+    """Return a tool from the class at an import path, in one process that answers all calls.
 
     `kwargs`: arguments of the class. Raises as `ProcessTool`.
     """
@@ -322,11 +323,11 @@ def function_tool(
     start_timeout_s: float = 120.0,
     max_characters: int = MAX_CHARACTERS,
 ) -> ProcessTool:
-    """Return the function at an import path as a tool, in `processes` processes, each with one call at a time.
+    """Return a tool from the function at an import path, in `processes` processes with one call at a time each.
 
-    `kwargs`: arguments that are bound, and that the model does not see; `{env: NAME}` for a secret. `memory_gib`: what
-    each process may allocate; None: no limit. `idempotent`: whether the function may be called again for a call whose
-    answer was lost. Raises as `ProcessTool`.
+    `kwargs`: bound arguments that the model does not see; `{env: NAME}` for a secret. `memory_gib`: what each process
+    may allocate; None: no limit. `idempotent`: whether a call may be repeated if its answer was lost. Raises as
+    `ProcessTool`.
     """
     if processes < 1:
         raise ValueError(f"the tool function {function!r} needs at least one process, not {processes}")

@@ -1,8 +1,8 @@
-"""The program of a process that has a tool of a user's (`megarl.common.process.child_program`), in JSON.
+"""The program of a process with a user's tool (`megarl.common.process.child_program`), with messages in JSON.
 
-The setup names a class or a function. An object of the class answers any number of calls at once, each under its
-number; a message with `close` closes it, and one with `cancel` gives up the call of that number. A function answers one
-call after the other, outside of any event loop.
+The setup names a class or a function. An object of the class answers any number of numbered calls at once; a message
+with `close` closes it, and one with `cancel` cancels a call. A function answers one call after the other, outside any
+event loop.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megarl.common.trust.secret_references import resolved
 from megarl.tools.tool import MAX_IMAGE_BYTES, Tool, ToolAnswer, answer_of, bounded
 
 MAX_MESSAGE = 1 << 26  # bytes
-MAX_CHARACTERS = 1_000_000  # of an answer, whose characters have up to 12 bytes in JSON
-LATE_S = 0.5  # after its time, when a call is given up here: a tool may say in its own words that it was too slow
+MAX_CHARACTERS = 1_000_000  # of an answer; a character has up to 12 bytes in JSON
+LATE_S = 0.5  # a call is cancelled this long after its time, so that the tool can report by itself that it is late
 _OF_TOOL = ("name", "description", "parameters", "idempotent")
 
 
 def made(path: str, name: str | None, kwargs: Mapping[str, Any]) -> Tool:
-    """Return the tool of the class at an import path. Raises ValueError that says what is wrong with it."""
+    """Return the tool of the class at an import path. Raises ValueError with what is wrong with it."""
     module, _, attribute = path.partition(":")
     try:
         tool: Tool = getattr(importlib.import_module(module), attribute)(**kwargs)
@@ -55,7 +55,7 @@ def made(path: str, name: str | None, kwargs: Mapping[str, Any]) -> Tool:
 
 
 def reported(program: ChildProgram, setup: Mapping[str, Any]) -> Tool | DescribedFunction | None:
-    """Make the tool and send its description; None if it cannot be made, after the problem was sent."""
+    """Make the tool and send its description; if that fails, send the problem and return None."""
     try:
         tool: Tool | DescribedFunction
         if setup["is_function"]:
@@ -72,14 +72,11 @@ def reported(program: ChildProgram, setup: Mapping[str, Any]) -> Tool | Describe
     return tool
 
 
-# --- a function
-
-
 @dataclass(frozen=True)
 class DescribedFunction:
     """A function, its name and description for the model, and its arguments as a pydantic model.
 
-    `bound`: further arguments, which the model does not give.
+    `bound`: more arguments, which the model does not give.
     """
 
     name: str
@@ -87,7 +84,7 @@ class DescribedFunction:
     arguments: type[BaseModel]
     function: Callable[..., object]
     bound: Mapping[str, Any]
-    idempotent: ClassVar = False  # as far as the function says
+    idempotent: ClassVar = False  # the setup may say otherwise
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -96,7 +93,7 @@ class DescribedFunction:
         return {key: value for key, value in schema.items() if key != "title"} | {"type": "object"}
 
     def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments converted to their types; raises ValueError with a message for the model."""
+        """Return the arguments converted to their types. Raises ValueError with a message for the model."""
         try:
             model = self.arguments.model_validate(arguments)
         except ValidationError as error:
@@ -107,7 +104,7 @@ class DescribedFunction:
 
 
 def import_function(path: str) -> Callable[..., object]:
-    """Return what the import path `package.module:function` names; raises ValueError that names the mistake."""
+    """Return the function at the path `package.module:function`. Raises ValueError naming the mistake."""
     target: object = imported(path, "the tool function")
     if not callable(target):
         raise ValueError(f"the tool function {path!r} is a {type(target).__name__}, not a function")
@@ -115,15 +112,15 @@ def import_function(path: str) -> Callable[..., object]:
 
 
 def describe(path: str, function: Callable[..., object], bound: Mapping[str, Any]) -> DescribedFunction:
-    """Return a function's description, without the arguments that `bound` gives it.
+    """Return a function's description, without the arguments in `bound`.
 
-    Raises ValueError if an argument has no type that JSON can hold, or if there is no docstring.
+    Raises ValueError if an argument's type cannot be JSON, or if there is no docstring.
     """
     name = path.rpartition(":")[2].rpartition(".")[2]
     summary = inspect.getdoc(function)
     if not summary:
         raise ValueError(
-            f"the tool function {path!r} has no docstring: write one, from which the model learns what the tool does"
+            f"the tool function {path!r} has no docstring: write one, which tells the model what the tool does"
         )
     signature = inspect.signature(function)
     if unknown := sorted(set(bound) - set(signature.parameters)):
@@ -156,7 +153,7 @@ def describe(path: str, function: Callable[..., object], bound: Mapping[str, Any
 
 
 def serve_function(program: ChildProgram, tool: DescribedFunction, limit: int) -> None:
-    """Answer calls of a function, in `limit` characters each, until the connection is closed."""
+    """Answer calls to a function, with `limit` characters each, until the connection is closed."""
     while True:
         try:
             message = json.loads(program.receive())
@@ -166,7 +163,7 @@ def serve_function(program: ChildProgram, tool: DescribedFunction, limit: int) -
 
 
 def answer(tool: DescribedFunction, arguments: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """Call the function; any exception of it is an answer."""
+    """Call the function; its exceptions become answers."""
     try:
         checked = tool.checked(arguments)
     except ValueError as error:
@@ -177,27 +174,24 @@ def answer(tool: DescribedFunction, arguments: Mapping[str, Any], limit: int) ->
             value = asyncio.run(_awaited(value))
         return sent(answer_of(value), limit)
     except BaseException as error:
-        traceback.print_exc()  # into the log: the model sees only the last line
+        traceback.print_exc()  # for the log: the model sees only the last line
         return {"text": bounded(f"error: {type(error).__name__}: {error}", limit), "error": True}
 
 
 def sent(given: ToolAnswer, limit: int) -> dict[str, Any]:
-    """Return an answer as it is sent, with `limit` characters at most. Raises ValueError for too large images."""
+    """Return an answer for sending, with `limit` characters at most. Raises ValueError for too large images."""
     if sum(map(len, given.images)) > MAX_IMAGE_BYTES:
         raise ValueError(f"the images of the answer have more than {MAX_IMAGE_BYTES:,} bytes")
     images = [base64.b64encode(each).decode() for each in given.images]
     return {"text": bounded(given.text, limit), "error": bool(given.error), "images": images}
 
 
-async def _awaited(value: Any) -> object:  # noqa: ANN401  # whatever an async function returns
+async def _awaited(value: Any) -> object:  # noqa: ANN401  # returned by an async function
     return await value
 
 
-# --- an object of a class
-
-
 async def serve_object(program: ChildProgram, setup: Mapping[str, Any]) -> None:
-    """Make the object, which may need an event loop, and answer calls of it until the connection is closed."""
+    """Make the object, which may need an event loop, and answer calls to it until the connection is closed."""
     tool = reported(program, setup)
     if tool is None or isinstance(tool, DescribedFunction):
         return
@@ -224,7 +218,7 @@ async def serve_object(program: ChildProgram, setup: Mapping[str, Any]) -> None:
 
 
 async def outcome(program: ChildProgram, tool: Tool, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a call, or closing the tool, has come to: an answer, `late`, or `failed` with the exception."""
+    """Return the outcome of a call, or of closing the tool: an answer, `late`, or `failed` with the exception."""
     timeout_s = message["timeout_s"]
     try:
         async with asyncio.timeout(timeout_s + LATE_S) as limit:
@@ -233,12 +227,12 @@ async def outcome(program: ChildProgram, tool: Tool, message: Mapping[str, Any])
                 return {}
             given: object = await tool.call(message["arguments"], timeout_s=timeout_s)
         if not isinstance(given, ToolAnswer):
-            return {"failed": f"TypeError: call has to return a ToolAnswer, not {type(given).__name__}"}
+            return {"failed": f"TypeError: call must return a ToolAnswer, not {type(given).__name__}"}
         return sent(given, MAX_CHARACTERS)
     except Exception as error:
         if isinstance(error, TimeoutError) and limit.expired():
             return {"late": True}
-        traceback.print_exc()  # into the log: the run shows the last line only
+        traceback.print_exc()  # for the log: the run shows only the last line
         return {"failed": f"{type(error).__name__}: {error}"[:PROBLEM_CHARACTERS]}
     finally:
         program.end_if_forked()
@@ -246,7 +240,7 @@ async def outcome(program: ChildProgram, tool: Tool, message: Mapping[str, Any])
 
 def main() -> None:
     """Serve until the connection is closed."""
-    selector = selectors.DefaultSelector()  # its events are the parent's, which a forked child must not take
+    selector = selectors.DefaultSelector()  # a forked child must not take the parent's events
     program, code = ChildProgram(selector.close), 1
     try:
         setup = json.loads(program.receive())
@@ -263,7 +257,7 @@ def main() -> None:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:
         traceback.print_exc()
-    os._exit(code)  # threads that a tool started could prevent the interpreter from ending
+    os._exit(code)  # threads started by a tool could keep the interpreter alive
 
 
 if __name__ == "__main__":

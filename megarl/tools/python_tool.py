@@ -1,4 +1,4 @@
-"""The tool that runs Python programs of a model in the sandbox."""
+"""The tool that runs a model's Python programs in the sandbox."""
 
 from __future__ import annotations
 
@@ -12,25 +12,20 @@ from megarl.sandbox.limits import Limits, RunResult, SandboxError
 from megarl.sandbox.runner import Sandbox
 from megarl.tools.tool import MAX_CHARACTERS, ToolAnswer, bounded
 
-# The program in what a model has given as code: without the fence around it, and with its last line printed. Pure.
-
 _FENCED = re.compile(r"```python(.*?)```", re.DOTALL)
 
 
 def without_fence(code: str) -> str:
-    """Return what stands in the first Markdown fence ```python of the code; all of it if there is no such fence.
-
-    As the tool of verl's recipe retool does.
-    """
+    """Return the content of the first Markdown fence ```python, or all of the code, as in verl's recipe retool."""
     found = _FENCED.search(code)
     return code if found is None else found[1].strip()
 
 
 def with_last_line_printed(code: str) -> str:
-    """Return the code with its last line that is not empty as the argument of `print`, unless it begins with `print`.
+    """Return the code with its last non-empty line wrapped in `print`, unless it begins with `print`.
 
-    As the tool of verl's recipe retool does, and as literally: a program fails by it that ends with an assignment, a
-    comment, or an indented line.
+    This is literally what verl's recipe retool does: it breaks programs that end with an assignment, a comment or an
+    indented line.
     """
     lines = code.split("\n")
     last = next((index for index in reversed(range(len(lines))) if lines[index]), None)
@@ -45,21 +40,20 @@ DESCRIPTION = (
 )
 _ENDED = {
     "time": "the program did not end in time and was killed",
-    "cpu": "the program used more processor time than it may and was killed",
-    "memory": "the program used more memory than it may and was killed",
-    "output": "the program wrote more output than it may and was killed",
-    "disk": "the program made more files than it may and was killed",
+    "cpu": "the program used too much CPU time and was killed",
+    "memory": "the program used too much memory and was killed",
+    "output": "the program wrote too much output and was killed",
+    "disk": "the program made too many files and was killed",
 }
 
 
 class PythonTool:
-    """The tool `python`. Each call is a process of its own, so it may be repeated.
+    """The tool `python`. Each call is a separate process, so it may be repeated.
 
-    `limits`: those of each program; `slots`: programs at once (default: one for each core); `packages`: names of
-    installed packages, or directories, that programs can import from (`find_packages`). `description` and
-    `code_description`: of the tool and of its argument, for the model. `unfence` and `print_last_line`: what is done to
-    the code first (`megarl.tools.python_tool`). Raises SandboxError if this machine has no sandbox, and ValueError
-    for packages that are not there.
+    `limits`: of each program; `slots`: programs at once (default: one per core); `packages`: names of installed
+    packages, or directories, that programs can import (`find_packages`). `description`, `code_description`: of the tool
+    and its argument, for the model. `unfence`, `print_last_line`: first apply `without_fence`,
+    `with_last_line_printed`. Raises SandboxError if this machine has no sandbox, and ValueError for missing packages.
     """
 
     idempotent = True
@@ -68,7 +62,7 @@ class PythonTool:
         self,
         name: str = "python",
         *,
-        limits: Limits = Limits(),  # noqa: B008  # it is frozen
+        limits: Limits = Limits(),  # noqa: B008  # frozen
         slots: int | None = None,
         packages: Sequence[str] = (),
         queue_s: float = 60.0,
@@ -90,9 +84,9 @@ class PythonTool:
         self._sandbox = Sandbox(limits, slots=slots, queue_s=queue_s, packages=packages)
 
     async def call(self, arguments: Mapping[str, Any], *, timeout_s: float) -> ToolAnswer:
-        """Run `arguments["code"]`. Its time is the smaller one of `timeout_s` and the limits'.
+        """Run `arguments["code"]` for `timeout_s` or the limits' time, whichever is less.
 
-        The wait for a place comes on top, and is bounded by `queue_s`.
+        The wait for a place, at most `queue_s`, is additional.
         """
         code = arguments.get("code")
         if not isinstance(code, str):
@@ -101,22 +95,22 @@ class PythonTool:
             return ToolAnswer(f"error: {self.name} has no argument {unknown[0][:80]!r}", error=True)
         try:
             result = await self._sandbox.run(self._program(code), timeout_s=min(timeout_s, self._limits.timeout_s))
-        except (SandboxError, OSError) as error:  # of the latter kind: no descriptor or process is left
+        except (SandboxError, OSError) as error:  # OSError: no descriptor or process is left
             return ToolAnswer(bounded(f"error: the program was not run: {error}", self._max_characters), error=True)
         return ToolAnswer(bounded(shown(result), self._max_characters), error=not result.ok)
 
     def _program(self, code: str) -> str:
-        """Return the program that is run for the code that the model has given."""
+        """Return the program to run for the model's code."""
         program = without_fence(code) if self._unfence else code
         return with_last_line_printed(program) if self._print_last_line else program
 
     async def close(self) -> None:
-        """End the programs that run."""
+        """End the running programs."""
         await asyncio.to_thread(self._sandbox.close)
 
 
 def shown(result: RunResult) -> str:
-    """Return what the model reads about a run: its output, its errors, and how it ended unless it ended normally."""
+    """Return a run's text for the model: its output, its errors, and how it ended if not normally."""
     parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n")]
     if result.limit is not None:
         parts.append(f"error: {_ENDED[result.limit]}")

@@ -1,4 +1,4 @@
-"""The protocol of a tool: a named function with a schema, which an agent loop calls; text and images are its answer."""
+"""The protocol of a tool: a named function with a schema, called by an agent loop; it answers with text and images."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any, Protocol
 from megarl.common.values import data_url_content
 from megarl.queue.images import IMAGE_MARK
 
-# Bounds on the answers of tools. Pure.
-
 MAX_CHARACTERS = 8_000
-MAX_IMAGE_BYTES = 24 << 20  # of the images of an answer together
+MAX_IMAGE_BYTES = 24 << 20  # of all images of an answer
 
 
 def bounded(text: str, limit: int = MAX_CHARACTERS) -> str:
-    """Return a text of at most `limit` characters; of a longer one, beginning and end with a note between them.
+    """Return a text of at most `limit` characters: a longer one becomes its beginning, a note and its end.
 
     Raises ValueError if `limit` leaves no room for the note.
     """
@@ -33,9 +31,9 @@ def bounded(text: str, limit: int = MAX_CHARACTERS) -> str:
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """The outcome of a call of a tool. `error`: the call failed, and `text` says why, for the model.
+    """The outcome of a tool call. `error`: the call failed, and `text` tells the model why.
 
-    `images`: the files of images. A mark `<image>` in the text stands for each; else they come before the text.
+    `images`: image files. Each has a mark `<image>` in the text; otherwise they come before the text.
     """
 
     text: str
@@ -44,7 +42,7 @@ class ToolAnswer:
 
 
 def answer_of(value: object) -> ToolAnswer:
-    """Return what a function has returned as an answer: text, chat parts with images, or any other value as JSON.
+    """Return a function's return value as an answer: text, chat parts with images, or any other value as JSON.
 
     An image is `{"type": "image", "image": bytes}` or `{"type": "image_url", "image_url": {"url": a data URL}}`. Raises
     ValueError, KeyError or TypeError for parts of another form, and for images of more than `MAX_IMAGE_BYTES`.
@@ -74,8 +72,8 @@ class Tool(Protocol):
         name: the name by which the model calls it.
         description: what it does, for the model.
         parameters: the JSON schema of its arguments: an object schema.
-        idempotent: whether a call may be repeated after an interruption. If not, a call that was begun and whose answer
-            is not known is answered with an error instead.
+        idempotent: whether a call may be repeated after an interruption. If not, an interrupted call is answered with
+            an error.
     """
 
     name: str
@@ -84,9 +82,9 @@ class Tool(Protocol):
     idempotent: bool
 
     async def call(self, arguments: Mapping[str, Any], *, timeout_s: float) -> ToolAnswer:
-        """Run the tool; the answer to arguments that it cannot use, or to a failure, is an error.
+        """Run the tool; bad arguments and failures are answered with an error.
 
-        Raises nothing because of what the model wrote. `timeout_s`: the call has ended after about that time.
+        It must not raise because of the model's input. `timeout_s`: the call ends after about this time.
         """
         ...
 
@@ -96,6 +94,6 @@ class Tool(Protocol):
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:
-    """Return the tool's description as chat templates and OpenAI's API take it."""
+    """Return the tool's description in the form for chat templates and OpenAI's API."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}

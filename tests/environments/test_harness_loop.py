@@ -288,7 +288,7 @@ def test_a_sample_whose_gateway_dies_is_begun_again_at_the_next_one(
     async def lost(base_url: str, token: str, session: str, row: dict[str, Any]) -> None:
         second.call(lambda parts: parts.sessions.end(session))
 
-    with pytest.raises(AttemptLost, match=r"sample 3:1 was begun 2 times; the last time .* has no session"):
+    with pytest.raises(AttemptLost, match=r"sample 3:1 was started 2 times; the last time .* has no session"):
         run(Harness(lost, 60.0, 2), Context(tmp_path))
 
 

@@ -116,5 +116,5 @@ def test_rewards_of_turns_are_for_a_session_of_one_dialogue() -> None:
     assert short.status == "failed" and short.failure == "there are 1 turn_rewards, and the session has 2 turns"
     branched = asyncio.run(trajectories(ctx, read_turns(recorded([*tree, (0, [4], [14])])), ActEnd(reward)))
     assert [each.failure for each in branched] == [
-        "the session has 2 paths, and rewards of turns are for a session of one dialogue"
+        "the session has 2 paths, but turn_rewards need a session of one dialogue"
     ] * 2

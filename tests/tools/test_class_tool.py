@@ -155,7 +155,7 @@ def test_a_call_that_kills_its_process_is_repeated_only_once(make: Made) -> None
 
 
 @pytest.mark.parametrize(
-    ("how", "message"), [("raise", "ValueError: not today"), ("text", "has to return a ToolAnswer, not str")]
+    ("how", "message"), [("raise", "ValueError: not today"), ("text", "must return a ToolAnswer, not str")]
 )
 def test_a_mistake_in_the_class_is_raised(make: Made, how: str, message: str) -> None:
     tool = make()

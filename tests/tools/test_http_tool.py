@@ -194,7 +194,7 @@ def test_an_answer_that_is_too_long(server: Server) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"url": "ftp://x/"}, "has to begin with http"),
+        ({"url": "ftp://x/"}, "must begin with http"),
         ({"parameters": {"type": "array"}}, "of type object"),
         ({"token": "abc"}, "not the secret itself"),
         ({"token": {"env": "SEARCH_TOKEN_MISSING"}}, "SEARCH_TOKEN_MISSING is not set"),

@@ -1,6 +1,6 @@
-"""Bars of HTML and CSS: histograms of several runs, and stacked bars of a whole. Pure.
+"""Bars in HTML and CSS: histograms of several runs, and stacked bars. Pure.
 
-They need no script, keep their font size in a narrow window, and show the number of each bar when it is pointed at.
+They need no script, keep their font size in a narrow window, and show the number of each bar on hover.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class BarPart:
 
 
 def histogram(labels: Sequence[str], shares: Sequence[Sequence[float]], names: Sequence[str], unit: str) -> Html:
-    """Return a histogram: for each label one bar per run, which is a share of all that the run has.
+    """Return a histogram: for each label one bar per run, the share of the run's total.
 
     Shapes: `labels` [bins], `shares` [runs][bins] in 0 to 1, `names` [runs]. `unit`: of the labels.
     """
@@ -47,7 +47,7 @@ def histogram(labels: Sequence[str], shares: Sequence[Sequence[float]], names: S
 
 
 def stacked(parts: Sequence[BarPart], whole: float, scale: float = 1.0, unit: str = "") -> Html:
-    """Return one bar of parts, each with its name and share. `scale`: the length of the bar, 0 to 1."""
+    """Return a stacked bar of parts with their names and shares. `scale`: the length of the bar, 0 to 1."""
     pieces = []
     for part in parts:
         if part.value <= 0 or whole <= 0:

@@ -1,6 +1,6 @@
-"""The plots of the page as data: which line of which run, with its band, in which unit. Pure.
+"""The plots of the page as data: lines of runs with their bands and units. Pure.
 
-`report.js` draws them; all numbers are rounded to four digits, because more cannot be seen.
+`report.js` draws them. Numbers are rounded to four digits, because more are not visible.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.report.reading.metrics_file import NO_SIGNAL, Evaluation, RunMetrics
 
 MOST_COMPONENTS = 6
 MOST_SETS = 4
-MOST_NAMES = 12  # of what is not shown
+MOST_NAMES = 12  # of things that are not shown
 _COMPONENT = "reward/component/"
 _FAMILIES = {
     _COMPONENT: "reward components",
@@ -30,8 +30,7 @@ _FAMILIES = {
 class Line:
     """A line of a plot: values `y` with a band from `low` to `high`, all [B] with NaN where there is none.
 
-    `x`: its own steps and hours; None for those of the run's series. `style`: which dash pattern; `dots`: whether each
-    value has a mark.
+    `x`: its steps and hours; None: those of the run's series. `style`: the dash pattern; `dots`: mark each value.
     """
 
     run: int
@@ -56,11 +55,11 @@ class Figure:
 
     @property
     def is_zero(self) -> bool:
-        """Whether all values are 0, so that there is nothing to draw."""
+        """Whether all values are 0."""
         return not any(np.nan_to_num(line.y).any() for line in self.lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the page's script draws."""
+        """Return the data for the page's script."""
         return {
             "key": self.key,
             "title": self.title,
@@ -85,7 +84,7 @@ def _equal(low: Floats, high: Floats) -> bool:
 
 
 def rounded(values: Iterable[float], digits: int = 4) -> list[float | int | None]:
-    """Return values with so many significant digits, whole ones as integers, and None for those that are not finite."""
+    """Return values with `digits` significant digits, whole numbers as integers, and None for non-finite ones."""
     result: list[float | int | None] = []
     for value in values:
         short = float(f"{value:.{digits}g}")
@@ -102,7 +101,7 @@ def run_axis(metrics: RunMetrics) -> dict[str, list[float | int | None]]:
 
 
 def run_hours(metrics: RunMetrics) -> Floats:
-    """Return the hours [B] from the run's start to each bucket, time between two starts of a run left out."""
+    """Return the hours [B] from the run's start to each bucket, without the time between two starts."""
     if metrics.has("total/wall_seconds"):
         return metrics.mean("total/wall_seconds") / 3600
     wall = metrics.mean("wall_time")
@@ -113,7 +112,7 @@ Make = Callable[[int, RunMetrics], list[Line]]
 
 
 def _series(name: str, label: str = "", style: int = 0, band: tuple[str, str] | None = None) -> Make:
-    """Return what makes the line of a series: the mean of each bucket, between its extremes or those of two others."""
+    """Return a maker of a series' line: the mean of each bucket, between its extremes or those of two other series."""
 
     def make(run: int, metrics: RunMetrics) -> list[Line]:
         if not metrics.has(name):
@@ -137,7 +136,7 @@ def _components(run: int, metrics: RunMetrics) -> list[Line]:
 
 
 def _verdicts(run: int, metrics: RunMetrics) -> list[Line]:
-    """Return the shares of groups that are all right or all wrong, unless some step had other rewards."""
+    """Return the shares of groups that are all right or all wrong, unless a step had rewards other than 0 and 1."""
     if metrics.count("reward/accuracy").sum() < metrics.count("reward/mean").sum():
         return []
     shown = (("all right", "groups/solve_all"), ("all wrong", "groups/solve_none"))
@@ -145,7 +144,7 @@ def _verdicts(run: int, metrics: RunMetrics) -> list[Line]:
 
 
 def _replicas(run: int, metrics: RunMetrics) -> list[Line]:
-    """Return the slowest and the fastest engine of each bucket; nothing for a run with one."""
+    """Return the slowest and fastest engine of each bucket; nothing for a run with one engine."""
     if len(metrics.family("rollout/replica_tokens_per_second/")) < 2:
         return []
     lines = []
@@ -274,7 +273,7 @@ def _drawn_sets(runs: Sequence[RunMetrics]) -> list[str]:
 
 
 def not_drawn(runs: Sequence[RunMetrics]) -> list[str]:
-    """Return for each run what the plots and bars leave out, by name; an empty text if that is nothing."""
+    """Return for each run the names that plots and bars leave out, as text; empty if there are none."""
     drawn = _drawn_sets(runs)
     texts = []
     for run in runs:
@@ -293,7 +292,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _evaluated(run: int, points: Sequence[Evaluation], kind: str, style: int) -> Line | None:
-    """Return the line of one kind of score; None without points."""
+    """Return the line of a kind of score; None without points."""
     kept = [point for point in points if kind in point.values]
     if not kept:
         return None

@@ -1,4 +1,4 @@
-"""Builds HTML from parts. Every text is escaped unless it is `Html`, which only these functions make. Pure."""
+"""Builds HTML and formats numbers. Every text is escaped unless it is `Html`, which only these functions make. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-
-# Numbers as the page writes them. Pure.
 
 MISSING = "–"
 
@@ -29,7 +27,7 @@ def amount(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span in the two largest units that it needs."""
+    """Return a time span in its two largest units."""
     if not math.isfinite(seconds):
         return MISSING
     if seconds < 60:
@@ -60,7 +58,7 @@ def interval(low: float, high: float, value: float, *, graded: bool = False) -> 
 
 
 class Html(str):
-    """Markup that is safe as it is."""
+    """Safe markup."""
 
     __slots__ = ()
 
@@ -71,7 +69,7 @@ _VOID = frozenset(["meta", "input", "br", "hr"])
 
 
 def escape(text: str) -> Html:
-    """Return a text as markup. Control characters, which HTML does not allow, become their visible symbols."""
+    """Return a text as markup. Control characters, which HTML forbids, become visible symbols."""
     if isinstance(text, Html):
         return text
     return Html(html.escape(_visible(text)))
@@ -89,17 +87,17 @@ def _symbol(character: str) -> str:
         return chr(0x2400 + code)
     if character.isspace():
         return character
-    # Others do not show, and some change the direction of the text after them.
+    # Others are invisible, and some change the direction of the text after them.
     return f"\\u{code:04x}"
 
 
 def join(parts: Iterable[str]) -> Html:
-    """Return texts and markup after each other."""
+    """Return texts and markup joined."""
     return Html("".join(escape(part) for part in parts))
 
 
 def tag(name: str, /, *parts: HtmlPart, **attributes: str | int | bool | None) -> Html:
-    """Return an element. `class_` is the attribute `class`, `data_x` is `data-x`; None and False leave one out."""
+    """Return an element. `class_` means `class` and `data_x` means `data-x`; None and False omit an attribute."""
     begin = [name]
     for key, value in attributes.items():
         if value is None or value is False:
@@ -118,6 +116,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], class_: str = "") 
 
 
 def script_json(content: object) -> Html:
-    """Return JSON that can stand in a script element: no text in it can end the element."""
+    """Return JSON for a script element, in which no text can end the element."""
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     return Html(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

@@ -1,4 +1,4 @@
-"""The page: one HTML file with its style, script and data inside. It needs no network and may load nothing. Pure."""
+"""The page: one HTML file with its style, script and data. It needs no network and must not load anything. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.report.page.figures import Figure, evaluation_figures, figures_of, r
 from megarl.report.page.html import Html, HtmlPart, join, script_json, tag
 from megarl.report.reading.run_directory import ReportedRun
 
-SECTIONS = ("learning", "update", "speed", "waiting", "queue", "lengths")  # those with plots
+SECTIONS = ("learning", "update", "speed", "waiting", "queue", "lengths")  # with plots
 
 
 @cache
@@ -60,7 +60,7 @@ _SCRIPTS = ("uplot.min.js", "report.js")
 
 
 def _digest(script: str) -> str:
-    """Return the source expression of the policy that allows this script, and no other."""
+    """Return the policy's source expression that allows only this script."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
@@ -74,7 +74,7 @@ def _body(runs: Sequence[ReportedRun], figures: dict[str, list[Figure]], made_at
     parts = [
         ("alarms", "Alarms", "", [sections.alarms(runs)]),
         ("advisories", "Advisories", "", [sections.advisories(runs)]),
-        ("summary", "Summary", "Means over all steps, if nothing else is said.", [sections.summary(runs)]),
+        ("summary", "Summary", "Means over all steps unless stated otherwise.", [sections.summary(runs)]),
         ("learning", "Reward and evaluation", "", [_plots(figures["learning"])]),
         ("update", "Update", "", [_plots(figures["update"])]),
         ("speed", "Throughput", "", [_plots(figures["speed"]), sections.engines(runs)]),

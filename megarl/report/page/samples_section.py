@@ -1,4 +1,4 @@
-"""The parts of the page that show trajectories: lag and length histograms, the slowest ones, samples to read. Pure."""
+"""The page's sections about trajectories: lag and length histograms, the slowest ones, samples to read. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.report.reading.run_directory import ReportedRun
 from megarl.report.reading.run_events import CAUSES, SlowTrajectory
 from megarl.report.reading.samples_file import Sample, shortened
 
-PEEK = 160  # characters of a response that is not opened
+PEEK = 160  # characters of a folded response
 UNFOLDED = 6  # samples of each run
 _LAGS = "rollout/version_lag_tokens/"
 _CAUSE_COLORS = dict(zip(CAUSES, ("wait1", "load2", "work1", "load4", "load3", "load5"), strict=True))
@@ -28,7 +28,7 @@ def lag_tokens(metrics: RunMetrics) -> dict[int, float]:
 
 
 def lag_histogram(runs: Sequence[ReportedRun]) -> Html:
-    """Return the share of all sampled tokens by the age of the weights that made them."""
+    """Return the shares of all sampled tokens by the age of their weights."""
     lags = [lag_tokens(run.metrics) for run in runs]
     if not any(lags):
         return tag("p", "These runs have recorded no tokens by version lag (rollout/version_lag_tokens/*).",
@@ -41,7 +41,7 @@ def lag_histogram(runs: Sequence[ReportedRun]) -> Html:
 
 
 def length_histogram(runs: Sequence[ReportedRun]) -> Html:
-    """Return the distribution of the response length over the samples that were read."""
+    """Return the distribution of response lengths over the samples that were read."""
     lengths = [run.samples.lengths for run in runs]
     if not any(lengths):
         return tag("p", "These runs have written no samples (telemetry.samples_per_step: 0).", class_="quiet")
@@ -71,7 +71,7 @@ def round_up(value: float) -> int:
 
 
 def slowest(runs: Sequence[ReportedRun]) -> Html:
-    """Return the slowest trajectories of each run, with what their time was spent on."""
+    """Return the slowest trajectories of each run, and where their time went."""
     blocks = []
     for index, run in enumerate(runs):
         title = chip(index, run) if len(runs) > 1 else ""
@@ -108,7 +108,7 @@ def _slow_row(trajectory: SlowTrajectory, top: float) -> Html:
 
 
 def samples(runs: Sequence[ReportedRun]) -> Html:
-    """Return samples of each run to read, the newest first."""
+    """Return readable samples of each run, the newest first."""
     columns = []
     for index, run in enumerate(runs):
         newest = reversed(run.samples.samples)
@@ -146,7 +146,7 @@ def _sample(sample: Sample, *, is_open: bool) -> Html:
 
 
 def _response(sample: Sample) -> Html:
-    """Return the response; what an environment has inserted is set apart."""
+    """Return the response, with text inserted by an environment set apart."""
     if not sample.parts:
         return tag("pre", shortened(sample.response), class_="response")
     most = max(500, 6000 // len(sample.parts))

@@ -1,4 +1,4 @@
-"""The parts of the page that are numbers and words: header, alarms, advisories, summary, faults, configs. Pure."""
+"""The page's sections of numbers and words: header, alarms, advisories, summary, faults, configs. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.report.reading.run_directory import ReportedRun, differences
 from megarl.report.reading.run_events import COUNTED_FAULTS, RunFault
 
 LONGEST_VALUE = 200  # characters of a config value
-MOST_STEPS = 8  # of the alarms of a rule that are named
+MOST_STEPS = 8  # named per alarm rule
 
 
 def chip(index: int, run: ReportedRun) -> Html:
@@ -24,7 +24,7 @@ def chip(index: int, run: ReportedRun) -> Html:
 
 
 def header(runs: Sequence[ReportedRun]) -> Html:
-    """Return one card per run: how it is."""
+    """Return one card per run with its status."""
     cards = []
     for index, (run, missing) in enumerate(zip(runs, not_drawn([run.metrics for run in runs]), strict=True)):
         steps = _last_step(run.metrics)
@@ -47,7 +47,7 @@ def header(runs: Sequence[ReportedRun]) -> Html:
 
 
 def _origin(run: ReportedRun) -> str:
-    """Return the model of a run, and where it was started."""
+    """Return the model of a run, and what it was started with and where."""
     parts = [f"model {run.config['model.path']}"] if "model.path" in run.config else []
     if (start := run.start) is not None:
         commit = f" at commit {start.commit}" if start.commit else ""
@@ -56,12 +56,12 @@ def _origin(run: ReportedRun) -> str:
 
 
 def alarm_steps(run: ReportedRun) -> list[tuple[int, str]]:
-    """Return the step and the rule of each alarm whose step is known."""
+    """Return the step and rule of each alarm whose step is known."""
     return [(fault.step, fault.rule) for fault in run.events.faults if fault.is_alarm and fault.step is not None]
 
 
 def alarms(runs: Sequence[ReportedRun]) -> Html:
-    """Return the alarms of each run, one box for a rule and replica, with the newest one in words."""
+    """Return the alarms of each run, one box per rule and replica, with the text of the newest one."""
     items = []
     for index, run in enumerate(runs):
         rules: dict[str, list[RunFault]] = {}
@@ -89,7 +89,7 @@ def alarms(runs: Sequence[ReportedRun]) -> Html:
 
 
 def advisories(runs: Sequence[ReportedRun]) -> Html:
-    """Return what to look at in each run."""
+    """Return the advisories of each run."""
     items = []
     for index, run in enumerate(runs):
         for advisory in advise(run.metrics, run.layout):
@@ -106,7 +106,7 @@ def advisories(runs: Sequence[ReportedRun]) -> Html:
 
 
 def summary(runs: Sequence[ReportedRun]) -> Html:
-    """Return the table of the main numbers, a column per run."""
+    """Return a table of the main numbers, with a column per run."""
     metrics = [run.metrics for run in runs]
     rows: list[list[str]] = [
         ["Reward, last tenth of the steps", *(_number(each.average("reward/mean", 0.1)) for each in metrics)],
@@ -200,7 +200,7 @@ def _first_and_last(metrics: RunMetrics, name: str, kind: str) -> str:
     return " → ".join(texts if len(points) > 1 else texts[:1])
 
 
-# What a trainer does with its time, with the colors of the bars.
+# The trainer's phases, with their titles and colors.
 _TRAINER = (
     ("update", "update", "work1"), ("logprobs", "log-probs", "work2"), ("generate", "waits for rollouts", "wait1"),
     ("drain", "waits for running responses", "wait2"), ("queue", "reads the queue", "load1"),
@@ -210,7 +210,7 @@ _TRAINER = (
 
 
 def time_budget(runs: Sequence[ReportedRun]) -> Html:
-    """Return, for both sides of each run, how the whole time of all steps was spent."""
+    """Return bars of how trainer and engines of each run spent the time of all steps."""
     rows = []
     used: dict[str, str] = {}
     for index, run in enumerate(runs):
@@ -232,12 +232,12 @@ def time_budget(runs: Sequence[ReportedRun]) -> Html:
 
 
 def engines(runs: Sequence[ReportedRun]) -> Html:
-    """Return a bar per engine of runs that have several, the slowest first: the mean hides a sick one."""
+    """Return a bar per engine of runs with several, the slowest first: a mean would hide a slow one."""
     blocks = []
     for index, run in enumerate(runs):
         rates = replica_rates(run.metrics)
         top = max(rates.values(), default=0.0)
-        if not top or len(rates) < 2:  # the plot of the rollout shows a single one
+        if not top or len(rates) < 2:  # the rollout plot shows a single engine
             continue
         shown = sorted(rates.items(), key=lambda item: item[1])[:32]
         rows = [
@@ -255,7 +255,7 @@ def engines(runs: Sequence[ReportedRun]) -> Html:
 
 
 def faults(runs: Sequence[ReportedRun]) -> Html:
-    """Return what was lost or failed in each run and what became of it, from metrics, events and notices."""
+    """Return what was lost or failed in each run, with its outcome, from metrics, events and notices."""
     blocks = []
     for index, run in enumerate(runs):
         counted = []
@@ -289,7 +289,7 @@ def _fault_table(run: ReportedRun) -> Html:
 
 
 def configs(runs: Sequence[ReportedRun]) -> Html:
-    """Return the keys in which the runs' configs differ, if there are several, and each whole config, folded."""
+    """Return the differences between the runs' configs, and each whole config, folded."""
     parts = []
     if len(runs) > 1:
         rows = differences([run.config for run in runs])

@@ -1,1 +1,1 @@
-"""The files of a run as the report reads them."""
+"""Reads the files of a run for the report."""

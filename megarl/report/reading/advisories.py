@@ -1,4 +1,4 @@
-"""Advice on a run, as a function of its series. Pure."""
+"""Advice on a run, computed from its series. Pure."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from megarl.report.reading.metrics_file import (
     RunMetrics,
 )
 
-# The division of a run's GPUs between trainer and rollout with which a step is shortest. Pure.
-
 
 @dataclass(frozen=True)
 class Sides:
-    """The two sides of a run as measured. Seconds are per step; GPUs are processes on a CPU.
+    """Measurements of both sides of a run. Seconds are per step; on a CPU, GPUs are processes.
 
-    `trainer_fixed_s`: what a step of the trainer takes whatever its GPUs: weight sync, saves, the loop. `trainer_s`:
-    passes and updates. `rollout_s`: time in which engines ran for a step. `trainer_unit`, `rollout_unit`: what each
-    side can grow or shrink by: GPUs of one model-parallel replica. `in_turn`: each side waits while the other works.
+    `trainer_fixed_s`: the trainer's time that does not depend on its GPUs: weight sync, saves, the loop. `trainer_s`:
+    passes and updates. `rollout_s`: time in which engines ran. `trainer_unit`, `rollout_unit`: each side changes in
+    steps of so many GPUs, those of one model-parallel replica. `in_turn`: each side waits while the other works.
     """
 
     trainer_gpus: int
@@ -38,7 +36,7 @@ class Sides:
     in_turn: bool = False
 
     def step_s(self, trainer_gpus: int, rollout_gpus: int) -> float:
-        """Return the length of a step, at the same time or in turn, if both sides scale with their GPUs."""
+        """Return the length of a step with other numbers of GPUs, if both sides scale with theirs."""
         trainer = self.trainer_fixed_s + self.trainer_s * self.trainer_gpus / trainer_gpus
         rollout = self.rollout_s * self.rollout_gpus / rollout_gpus
         return trainer + rollout if self.in_turn else max(trainer, rollout)
@@ -46,7 +44,7 @@ class Sides:
 
 @dataclass(frozen=True)
 class Split:
-    """A division of the same number of GPUs, and the step that it would take, as a share of the present one."""
+    """A split of the same number of GPUs. `step_share`: the length of its step relative to the current one."""
 
     trainer_gpus: int
     rollout_gpus: int
@@ -54,9 +52,9 @@ class Split:
 
 
 def best_split(sides: Sides) -> Split | None:
-    """Return the division with the shortest step; None if no other is at least 3% shorter than the present one.
+    """Return the split with the shortest step; None if none is at least 3% shorter than the current one.
 
-    The sum is the present one, or less where units do not divide it.
+    It uses all GPUs, or fewer if units do not divide them.
     """
     total = sides.trainer_gpus + sides.rollout_gpus
     now = sides.step_s(sides.trainer_gpus, sides.rollout_gpus)
@@ -71,16 +69,16 @@ def best_split(sides: Sides) -> Split | None:
 
 ABORTED, NO_SIGNAL_SHARE, TRUNCATED, IDLE = 0.05, 0.50, 0.25, 0.30
 SLOW_REPLICA = 0.5  # of the median of all engines
-LAST = 0.1  # the share of the steps that counts as recent
+LAST = 0.1  # share of the steps that counts as recent
 LISTED_SPIKES = 5
 
 
-_Windows = Sequence[tuple[float, str]]  # shares of the steps, from the end, that are judged in turn, and words for them
+_Windows = Sequence[tuple[float, str]]  # shares of the steps, from the end, to judge in turn, and words for them
 
 
 @dataclass(frozen=True)
 class Advisory:
-    """One thing to look at: what was measured, and what can be done."""
+    """Something to look at: a measurement, and what to do."""
 
     key: str
     title: str
@@ -89,9 +87,9 @@ class Advisory:
 
 @dataclass(frozen=True)
 class GpuLayout:
-    """The GPUs of a run as its config says; on a CPU, its processes: `unit` is the word for either.
+    """The GPUs of a run by its config; on a CPU, its processes (`unit`: the word for either).
 
-    `shared`: both sides take turns on the same ones, so that each waits for the other, and none can be moved.
+    `shared`: both sides take turns on the same GPUs, so each waits for the other, and none can be moved.
     """
 
     trainer_gpus: int
@@ -104,7 +102,7 @@ class GpuLayout:
 
 
 def advise(metrics: RunMetrics, layout: GpuLayout | None, when: str = "over the whole run") -> list[Advisory]:
-    """Return what is to say about a run, the most general first; nothing for a run without steps.
+    """Return the advice on a run, the most general first; none for a run without steps.
 
     `when`: the words for the steps of `metrics`.
     """
@@ -116,17 +114,17 @@ def advise(metrics: RunMetrics, layout: GpuLayout | None, when: str = "over the 
 
 
 def trainer_idle(metrics: RunMetrics, last: float = 1.0) -> float:
-    """Return the share of the whole time of the steps in which the trainer waited for rollouts."""
+    """Return the share of the steps' time in which the trainer waited for rollouts."""
     return metrics.ratio(TRAINER_WAIT, "time/step", last)
 
 
 def rollout_idle(metrics: RunMetrics, last: float = 1.0) -> float:
-    """Return the share of the whole time of the steps in which no engine ran."""
+    """Return the share of the steps' time in which no engine ran."""
     return metrics.ratio(ROLLOUT_IDLE, ROLLOUT_TIME, last)
 
 
 def _over(share: Callable[[float], float], bound: float, windows: _Windows) -> tuple[float, str] | None:
-    """Return a share and the steps that it is of, if it is above a bound: of all steps, or else of the last."""
+    """Return the share of the first window above a bound, and the window's words; None if there is none."""
     for last, when in windows:
         if (value := share(last)) > bound:
             return value, when
@@ -140,13 +138,13 @@ _SHARES = (
     ),
     (
         "no_signal", NO_SIGNAL, NO_SIGNAL_SHARE, "{value:.0%} of the prompt groups had no signal",
-        "All their samples had the same reward, so they teach nothing. Take easier or harder prompts "
+        "All their samples had the same reward, so they teach nothing. Use easier or harder prompts "
         "(data.curriculum), more samples per group (batch.samples_per_group), or have such groups replaced "
         "(admission.refill).",
     ),
     (
         "truncated", "rollout/truncated_share", TRUNCATED, "{value:.0%} of the responses were cut at the token limit",
-        "Raise sampling.max_tokens, penalise length before the limit (algorithm.overlong), or leave them out of the "
+        "Raise sampling.max_tokens, penalize length before the limit (algorithm.overlong), or leave them out of the "
         "loss (sampling.truncated: mask).",
     ),
 )  # fmt: skip
@@ -168,7 +166,7 @@ def _idle(metrics: RunMetrics, layout: GpuLayout | None, windows: _Windows) -> I
 
 
 def _of_idle(trainer: float, rollout: float, when: str, layout: GpuLayout | None, sides: Sides | None) -> Advisory:
-    """Return what to say about the idle shares of both sides, at least one of which is above its bound."""
+    """Return the advice on the idle shares of both sides, at least one of which is above its bound."""
     waits = (
         f"the trainer waited for rollouts {trainer:.0%} of its time",
         f"the engines had no work for {rollout:.0%} of the time",
@@ -181,7 +179,7 @@ def _of_idle(trainer: float, rollout: float, when: str, layout: GpuLayout | None
         text = f"The two sides run in turn. {ahead} As long as they run in turn: {_split_text(sides, unit)}"
         return Advisory("both_idle", title, text)
     if trainer > IDLE and rollout > IDLE:
-        text = f"The two sides wait for each other, and another split of the {unit} does not change that."
+        text = f"The two sides wait for each other, which another split of the {unit} does not change."
         further = "Let generation run further ahead of training (admission.max_staleness)."
         return Advisory("both_idle", title, f"{text} {ahead if layout is None else further}")
     if trainer > IDLE:
@@ -191,13 +189,13 @@ def _of_idle(trainer: float, rollout: float, when: str, layout: GpuLayout | None
 
 
 def sides_of(metrics: RunMetrics, layout: GpuLayout, last: float = 1.0) -> Sides | None:
-    """Return both sides as measured, per step of the last share of the steps; None without times."""
+    """Return the measurements of both sides over the last share of the steps; None without times."""
     step = metrics.average("time/step", last)
     if not step > 0:
         return None
     passes = sum(_or_zero(metrics.average(f"time/{phase}", last)) for phase in ("logprobs", "update"))
     waits = sum(_or_zero(metrics.average(f"time/{phase}", last)) for phase in ("generate", "drain"))
-    # The engines' share of idle time is of the time between two batches, which is a step in the long run.
+    # The engines' idle share refers to the time between two batches, which is a step on average.
     busy = 1.0 - _or_zero(rollout_idle(metrics, last))
     return Sides(
         layout.trainer_gpus, layout.replicas * layout.replica_gpus, layout.trainer_unit, layout.replica_gpus,
@@ -207,14 +205,14 @@ def sides_of(metrics: RunMetrics, layout: GpuLayout, last: float = 1.0) -> Sides
 
 def _split_text(sides: Sides | None, unit: str) -> str:
     if sides is None:
-        return "The config of the run is not there, so no split of the GPUs can be computed."
+        return "The run's config is missing, so no split of the GPUs can be computed."
     now = f"{sides.trainer_gpus} for the trainer and {sides.rollout_gpus} for rollout"
     better = best_split(sides)
     if better is None:
-        return f"The present split ({now}) is within 3% of the best one."
+        return f"The current split ({now}) is within 3% of the best one."
     return (
         f"Now {now}. With {better.trainer_gpus} and {better.rollout_gpus} (rollout.replicas: "
-        f"{better.rollout_gpus // sides.rollout_unit}) a step would take about {better.step_share:.0%} of its present "
+        f"{better.rollout_gpus // sides.rollout_unit}) a step would take about {better.step_share:.0%} of its current "
         f"time, if both sides scale with their {unit}."
     )
 
@@ -238,7 +236,7 @@ def _slow_replicas(metrics: RunMetrics) -> Iterator[Advisory]:
 
 
 def replica_rates(metrics: RunMetrics) -> dict[str, float]:
-    """Return the mean tokens per second of each replica over the steps in which it had work, by its number."""
+    """Return the mean tokens per second of each replica, by index, over the steps in which it had work."""
     prefix = "rollout/replica_tokens_per_second/"
     return {name[len(prefix) :]: metrics.average(name) for name in metrics.family(prefix)}
 
@@ -256,7 +254,7 @@ def _spikes(metrics: RunMetrics) -> Iterator[Advisory]:
         "spike",
         longest if not others else f"{len(others) + 1} steps took far longer than usual: {longest}",
         f"{listed}{f'; and {more} more' if more > 0 else ''}{'. ' if others else ''}The events of such a step (megarl "
-        "trace) and the logs say what was slow.",
+        "trace) and the logs show what was slow.",
     )
 
 

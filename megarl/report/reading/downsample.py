@@ -1,6 +1,6 @@
-"""Down-samples many series at once, while they are read: the lowest, highest and mean value of each bucket of rows.
+"""Down-samples many series while they are read, to the lowest, highest and mean value of each bucket of rows.
 
-A peak of one row stays visible in a run of any length, and the memory does not grow with the run. Pure.
+A peak of one row stays visible in a run of any length, and memory does not grow with the run. Pure.
 
 Shapes: N rows, C columns (one per series), B buckets.
 """
@@ -16,9 +16,9 @@ Floats = NDArray[np.float64]
 
 
 class Buckets(NamedTuple):
-    """Consecutive buckets of rows, each value [B, C] in float64; what a column lacks in a bucket is NaN, known 0.
+    """Consecutive buckets of rows, all [B, C] in float64; NaN, and known 0, if a column has no value in a bucket.
 
-    `known`: rows of the bucket with a value. `total`: the sum of their values.
+    `known`: how many rows have a value. `total`: the sum of their values.
     """
 
     low: Floats
@@ -28,7 +28,7 @@ class Buckets(NamedTuple):
 
     @property
     def mean(self) -> Floats:
-        """The mean of the values of each bucket [B, C]; NaN where there are none."""
+        """The mean of each bucket [B, C]; NaN without values."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(self.known > 0, self.total / self.known, np.nan)
 
@@ -38,13 +38,13 @@ class Buckets(NamedTuple):
         return len(self.known)
 
 
-# How values of several buckets are joined, and what a column has where it has no value.
+# How to join values of several buckets, and the values of an empty column.
 _JOINS = (np.fmin, np.fmax, np.add, np.add)
 _MISSING = (np.nan, np.nan, 0.0, 0.0)
 
 
 def merge(buckets: Buckets, starts: NDArray[np.int64]) -> Buckets:
-    """Return fewer buckets, which begin at the buckets `starts`, the first of which is 0."""
+    """Return merged buckets that begin at the buckets `starts`, the first of which is 0."""
     return Buckets(*(join.reduceat(each, starts, axis=0) for join, each in zip(_JOINS, buckets, strict=True)))
 
 
@@ -52,7 +52,7 @@ class Envelope:
     """Collects rows in at most `limit` buckets of equal width; the last one may have fewer rows."""
 
     def __init__(self, columns: int, limit: int) -> None:
-        """`columns`: of a row; more can be added later. `limit`: at least 2."""
+        """`columns`: number of columns; more can be added later. `limit`: at least 2."""
         if limit < 2:
             raise ValueError(f"an envelope needs 2 buckets, not {limit}")
         self._limit = limit
@@ -61,7 +61,7 @@ class Envelope:
         self.buckets = Buckets(*[np.empty((0, columns))] * 4)
 
     def add_columns(self, count: int) -> None:
-        """Add columns, which the rows so far lack."""
+        """Add columns, without values in the rows so far."""
         shape = self.buckets.number, count
         wider = (np.hstack([old, np.full(shape, each)]) for old, each in zip(self.buckets, _MISSING, strict=True))
         self.buckets = Buckets(*wider)

@@ -1,6 +1,6 @@
-"""Reads metrics.jsonl and its older parts once, in a stream, into what the report shows of them.
+"""Reads metrics.jsonl and its older parts in one pass, and keeps what the report shows.
 
-Its memory grows by 80 bytes per step, for the medians of times.
+Memory grows by 80 bytes per step, for the medians of times.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megarl.telemetry.metrics.timer import PHASES
 
 MetricsLine = dict[str, float | None]
 
-BUCKETS = 800  # of a series on the page at most: more than a plot is wide
+BUCKETS = 800  # per series on the page, at most: more than a plot is wide
 CHUNK_ROWS = 512
-MOST_EVALUATIONS = 400  # of each set that are shown
-PERIODIC = ("sync", "eval", "save")  # phases that are planned for some steps
+MOST_EVALUATIONS = 400  # shown for each set
+PERIODIC = ("sync", "eval", "save")  # phases of only some steps
 TIMED = ("step", *(phase for phase in PHASES if phase not in PERIODIC))
-SPIKE = 6.0  # times its median is what a phase takes at least in a spike; and that it makes the step twice as long
-MOST_SPIKES = 0.05  # of the steps: what a phase does more often is how the run works
+SPIKE = 6.0  # a phase spikes above this many times its median, if it also doubles the step
+MOST_SPIKES = 0.05  # of the steps; more frequent ones are normal for the run
 
-# Series of one number per step. Those that a run lacks are left out.
+# Series of one number per step. Missing ones are left out.
 SERIES = (
     "step", "wall_time", "total/wall_seconds",
     "reward/mean", "reward/std", "reward/stderr", "reward/errors", "reward/redone",
@@ -52,7 +52,7 @@ SERIES = (
     "time/trainer_idle_ratio", "total/groups_rolled_back", "total/failed_writes",
     *(f"time/{phase}" for phase in PHASES),
 )  # fmt: skip
-# Families of series whose last part is a name, and how many of them are kept at most.
+# Families of series that end with a name, and how many of them to keep.
 FAMILIES = {
     "reward/component/": 12,
     "rollout/version_lag_tokens/": 64,
@@ -61,14 +61,14 @@ FAMILIES = {
 NO_SIGNAL = "derived/no_signal"  # share of the groups of a step whose samples all had the same reward
 REWARD_VARIANCE = "derived/reward_variance"  # of the mean reward of a step
 TRAINER_WAIT = "derived/trainer_wait"  # seconds of a step in which the trainer waited for rollouts
-ROLLOUT_IDLE = "derived/rollout_idle"  # seconds of a step in which no engine ran; they refer to ROLLOUT_TIME
-ROLLOUT_TIME = "derived/rollout_time"  # time/step where it is known whether engines ran
+ROLLOUT_IDLE = "derived/rollout_idle"  # seconds of a step in which no engine ran, out of ROLLOUT_TIME
+ROLLOUT_TIME = "derived/rollout_time"  # time/step, if it is known whether engines ran
 DERIVED = (NO_SIGNAL, REWARD_VARIANCE, TRAINER_WAIT, ROLLOUT_IDLE, ROLLOUT_TIME)
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A step in which a phase took far longer than usual. `median`: of the steps in which it took any; seconds."""
+    """A step in which a phase took far longer than usual. `median`: in seconds, of the steps with this phase."""
 
     step: int
     phase: str
@@ -78,16 +78,16 @@ class Spike:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The metrics of one set in one evaluation, without `eval/SET/`, and when it was."""
+    """The metrics of one set in one evaluation, named without `eval/SET/`, and its time."""
 
     step: int
-    seconds: float  # of the run's wall time, as far as the step lines before it tell
+    seconds: float  # the run's wall time at the last step line before it
     values: Mapping[str, float]
 
 
 @dataclass
 class RunMetrics:
-    """The content of metrics.jsonl that is shown: down-sampled series by name, and numbers of the whole run."""
+    """The content of metrics.jsonl for the report: down-sampled series by name, and numbers of the whole run."""
 
     names: list[str]
     buckets: Buckets
@@ -95,26 +95,26 @@ class RunMetrics:
     steps: int  # lines of steps that were read
     spikes: list[Spike]  # the longest first, one for a step
     evaluations: dict[str, list[Evaluation]]
-    left_out: dict[str, list[str]] = field(default_factory=dict)  # members of a family beyond its bound, by its prefix
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # members of families beyond their bound, by prefix
 
     def __post_init__(self) -> None:
         self._index = {name: number for number, name in enumerate(self.names)}
 
     def has(self, name: str) -> bool:
-        """Return whether any step has a value of this series."""
+        """Return whether any step has a value of a series."""
         number = self._index.get(name)
         return number is not None and bool(self.buckets.known[:, number].any())
 
     def mean(self, name: str) -> Floats:
-        """Return the mean of each bucket [B]; NaN where there is no value."""
+        """Return the mean of each bucket [B]; NaN without values."""
         return self._column(self.buckets.mean, name)
 
     def low(self, name: str) -> Floats:
-        """Return the lowest value of each bucket [B]; NaN where there is no value."""
+        """Return the lowest value of each bucket [B]; NaN without values."""
         return self._column(self.buckets.low, name)
 
     def high(self, name: str) -> Floats:
-        """Return the highest value of each bucket [B]; NaN where there is no value."""
+        """Return the highest value of each bucket [B]; NaN without values."""
         return self._column(self.buckets.high, name)
 
     def count(self, name: str) -> Floats:
@@ -131,16 +131,16 @@ class RunMetrics:
         return self._sum(self.buckets.total, name, last) / count if count else math.nan
 
     def ratio(self, name: str, per: str, last: float = 1.0) -> float:
-        """Return the sum of a series over that of another one, of the last share of the buckets; NaN without values.
+        """Return the sum of a series over the sum of another, in the last share of the buckets; NaN without values.
 
-        For shares of time it is the share of the whole time, in which long steps count more.
+        For times this is a share of the whole time, in which long steps count more.
         """
         whole = self._sum(self.buckets.total, per, last)
         known = whole > 0 and self._sum(self.buckets.known, name, last) > 0
         return self._sum(self.buckets.total, name, last) / whole if known else math.nan
 
     def _sum(self, values: Floats, name: str, last: float = 1.0) -> float:
-        """Return the sum of a column over the last share of the buckets, one at least."""
+        """Return the sum of a column over the last share of the buckets, at least one."""
         first = self.buckets.number - max(1, math.ceil(last * self.buckets.number))
         return float(np.nansum(self._column(values, name)[max(0, first) :]))
 
@@ -150,7 +150,7 @@ class RunMetrics:
         return float(np.nanmax(values)) if not np.isnan(values).all() else math.nan
 
     def family(self, prefix: str) -> list[str]:
-        """Return the names of the series of a family, those with numbers in their order."""
+        """Return the names of a family's series, in numeric order where they end with numbers."""
         names = [name for name in self.names if name.startswith(prefix)]
         return sorted(
             names,
@@ -165,14 +165,14 @@ class RunMetrics:
 
 
 class MetricsReader:
-    """Collects the lines of metrics.jsonl, whatever their number; `result` returns what they amount to."""
+    """Collects any number of lines of metrics.jsonl."""
 
     def __init__(self, buckets: int = BUCKETS) -> None:
         self._names = list(SERIES)
         self._seen = set(SERIES)
         self._envelope = Envelope(len(SERIES) + len(DERIVED), buckets)
         self._order = [*SERIES, *DERIVED]
-        self._times: list[Floats] = []  # of the phases of all steps, each [N, 1 + phases]; the last column is the step
+        self._times: list[Floats] = []  # of the phases, each [N, phases + 1]; the last column is the step
         self._evaluations: dict[str, list[Evaluation]] = {}
         self._left_out: dict[str, list[str]] = {}
         self._seconds = 0.0
@@ -190,7 +190,7 @@ class MetricsReader:
             self._add_steps(steps)
 
     def result(self) -> RunMetrics:
-        """Return what the lines so far amount to."""
+        """Return the metrics of the lines so far."""
         envelope = self._envelope
         evaluations = {name: list(points) for name, points in self._evaluations.items()}
         return RunMetrics(
@@ -227,7 +227,7 @@ class MetricsReader:
         self._envelope.add(np.hstack([values[:, :fixed], derived, values[:, fixed:]]))
 
     def _extend(self, name: str) -> None:
-        """Begin a series that no line before had, if it belongs to a family that has room."""
+        """Begin a new series if it belongs to a family with room."""
         for prefix, most in FAMILIES.items():
             if name.startswith(prefix):
                 if sum(each.startswith(prefix) for each in self._names) >= most:
@@ -247,11 +247,11 @@ class MetricsReader:
             points = self._evaluations.setdefault(name, [])
             points.append(Evaluation(int(row.get("eval/step") or 0), self._seconds, values))
             if len(points) > 2 * MOST_EVALUATIONS:
-                del points[1:-1:2]  # every second one; the first and the last stay
+                del points[1:-1:2]  # every second one, but not the first and last
 
 
 def is_graded(points: Sequence[Mapping[str, float]]) -> bool:
-    """Say whether a set's scores are no shares of correct responses; metrics of older runs tell it by their range."""
+    """Return whether a set's scores are not shares of correct responses; for older runs judged by their range."""
     return any(
         values.get("graded") or any(not 0 <= values.get(kind, 0.0) <= 1 for kind in ("greedy", "sampled"))
         for values in points
@@ -259,9 +259,9 @@ def is_graded(points: Sequence[Mapping[str, float]]) -> bool:
 
 
 def no_signal(column: Mapping[str, Floats]) -> Floats:
-    """Return the share of each step's groups [N] that were filtered because their rewards are equal, as the run says.
+    """Return the share of each step's groups [N] that were filtered because of equal rewards.
 
-    Lines without that share have the groups that were trained and filtered.
+    It is the run's share or, in lines without it, computed from the trained and filtered groups.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         counted = column["groups/filtered"] / (column["groups/trained"] + column["groups/filtered"])
@@ -271,7 +271,7 @@ def no_signal(column: Mapping[str, Floats]) -> Floats:
 
 
 def reward_variance(column: Mapping[str, Floats]) -> Floats:
-    """Return the variance of each step's mean reward [N]: that of its groups, or else as of independent samples."""
+    """Return the variance of each step's mean reward [N], over groups or, without that, over independent samples."""
     with np.errstate(invalid="ignore", divide="ignore"):
         independent = column["reward/std"] ** 2 / column["batch/samples"]
     independent[~np.isfinite(independent)] = np.nan
@@ -279,7 +279,7 @@ def reward_variance(column: Mapping[str, Floats]) -> Floats:
 
 
 def mean_interval(metrics: RunMetrics) -> tuple[Floats, Floats]:
-    """Return the ends of the 95% interval of the mean reward of each bucket [B]; the steps are independent."""
+    """Return the ends of the 95% interval of each bucket's mean reward [B], taking steps as independent."""
     mean, count = metrics.mean("reward/mean"), metrics.count("reward/mean")
     variance = np.where(metrics.count(REWARD_VARIANCE) > 0, metrics.mean(REWARD_VARIANCE), np.nan)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -288,14 +288,14 @@ def mean_interval(metrics: RunMetrics) -> tuple[Floats, Floats]:
 
 
 def read_metrics(path: Path, buckets: int = BUCKETS) -> RunMetrics:
-    """Read metrics.jsonl and its older parts, which may be written meanwhile. What is not there has no steps."""
+    """Read metrics.jsonl and its older parts, while the run may write them. Missing files have no steps."""
     decoder = msgspec.json.Decoder(MetricsLine)
     files = [*(part for _, part in rotating_lines.older_parts(path)), path]
     return metrics_of((row for each in files for _, row in read_json_lines(each, decoder)), buckets)
 
 
 def metrics_of(rows: Iterable[MetricsLine], buckets: int = BUCKETS) -> RunMetrics:
-    """Return what consecutive lines of metrics.jsonl amount to."""
+    """Return the metrics of consecutive lines of metrics.jsonl."""
     reader = MetricsReader(buckets)
     for chunk in _chunks(rows):
         reader.add(chunk)

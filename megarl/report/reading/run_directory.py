@@ -1,4 +1,4 @@
-"""Reads all that the report shows of one run from its directory, which may be written meanwhile."""
+"""Reads everything that the report shows of a run from its directory, while the run may write it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ from megarl.report.reading.metrics_file import RunMetrics, read_metrics
 from megarl.report.reading.run_events import RunEvents, read_run_events
 from megarl.report.reading.samples_file import SampleSet, read_samples
 
-# The status of a run, from its directory, for `megarl report` and `megarl top`.
-
-SILENT_S = 900.0  # without a step, after which a run of another host may have ended
+SILENT_S = 900.0  # without a step, a run on another host may have ended
 
 
 def status_of(run_dir: Path, silent_s: float) -> tuple[str, str]:
     """Return the status of a run and its reason. `silent_s`: since its newest step; NaN without one.
 
-    The status is that of its exit record, or else running, silent, starting, ended or unknown.
+    The status is that of the exit record, else running, silent, starting, ended or unknown.
     """
     try:
         record = read_exit(run_dir)
@@ -42,7 +40,7 @@ def status_of(run_dir: Path, silent_s: float) -> tuple[str, str]:
     stop = stop_reason(run_dir)
     said = f"stops at the next step: {stop}" if stop is not None else ""
     if (seen := Sighting.of(run_dir)) is None or seen.has_ended():
-        return "ended", "it has left no exit record: it was killed"
+        return "ended", "it left no exit record: it was killed"
     if math.isnan(silent_s):
         return "starting", said
     if silent_s > SILENT_S:
@@ -50,12 +48,12 @@ def status_of(run_dir: Path, silent_s: float) -> tuple[str, str]:
     return "running", said
 
 
-MOST_NOTICES = 60  # that are shown, the newest
-NOTICE_BYTES = 256 << 10  # of each file of notices that are read
+MOST_NOTICES = 60  # the newest
+NOTICE_BYTES = 256 << 10  # read of each file of notices
 
 
 class Notice(NamedTuple):
-    """A line that a process of the pool has shown to the user. `at`: Unix seconds; NaN in files that lack it."""
+    """A line that a process of the pool showed to the user. `at`: Unix seconds; NaN if missing."""
 
     at: float
     text: str
@@ -69,10 +67,10 @@ class ReportedRun:
     path: Path
     status: str  # see `status_of`
     reason: str
-    planned_steps: int  # 0 if it is not known
+    planned_steps: int  # 0 if unknown
     read_at: float  # Unix seconds
-    written_at: float  # when a metric was written last, Unix seconds; NaN without metrics
-    config: Mapping[str, str]  # by the dotted key, as text
+    written_at: float  # Unix seconds of the last metrics; NaN without metrics
+    config: Mapping[str, str]  # by dotted key, as text
     start: StartRecord | None
     layout: GpuLayout | None
     metrics: RunMetrics
@@ -82,7 +80,7 @@ class ReportedRun:
 
 
 def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return a name for each directory: the shortest ends of their paths that differ."""
+    """Return a name for each directory: the shortest distinct ends of their paths."""
     parts = [run_dir.resolve().parts for run_dir in run_dirs]
     names = ["/".join(each[-1:]) for each in parts]
     for length in range(2, max(map(len, parts)) + 1):
@@ -95,9 +93,9 @@ def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def read_run(run_dir: Path, name: str, *, buckets: int, samples: int) -> ReportedRun:
-    """Read a run, to be shown as `name`. `buckets`: of its series at most; `samples`: how many are shown.
+    """Read a run, shown as `name`. `buckets`: maximum per series; `samples`: how many to show.
 
-    Raises FileNotFoundError, which says what is missing, if it is no directory of a run.
+    Raises FileNotFoundError with what is missing if it is not a run's directory.
     """
     if not run_dir.is_dir():
         raise FileNotFoundError(f"there is no run directory {run_dir}")
@@ -130,7 +128,7 @@ def read_run(run_dir: Path, name: str, *, buckets: int, samples: int) -> Reporte
 
 
 def _config(path: Path) -> Mapping[str, object]:
-    """Return the resolved config; empty if it is not there or damaged."""
+    """Return the resolved config; empty if missing or damaged."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -148,14 +146,14 @@ def flat(tree: object, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def differences(configs: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
-    """Return the keys in which configs differ, each with its value in every config; empty text where it is absent."""
+    """Return the keys in which configs differ, each with its value in every config, or "" where it is missing."""
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = {key: [config.get(key, "") for config in configs] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
 def layout_of(tree: Mapping[str, object], start: StartRecord | None = None) -> GpuLayout | None:
-    """Return the GPUs of a resolved config; None if it does not say. `start`: which says whether there are any."""
+    """Return the GPUs of a resolved config; None if it lacks them. `start`: says whether the run is on a CPU."""
     trainer, rollout, admission = (tree.get(name) for name in ("trainer", "rollout", "admission"))
     if not (isinstance(trainer, Mapping) and isinstance(rollout, Mapping)):
         return None
@@ -171,14 +169,14 @@ def layout_of(tree: Mapping[str, object], start: StartRecord | None = None) -> G
         return None
     values = (int(number) for number in numbers)
     gpus, replicas, replica_gpus, tensor, pipeline, expert, expert_tensor, context = values
-    # What `layout_problems` accepts: the dense and the expert layers are each spread over all ranks.
+    # As `layout_problems` requires: dense and expert layers are each spread over all ranks.
     unit = math.lcm(tensor * context * pipeline, expert * expert_tensor * pipeline)
     word = "processes" if start is not None and start.device == "cpu" else "GPUs"
     return GpuLayout(gpus, unit, replicas, replica_gpus, mode == "sync", word, rollout.get("share_gpus") is True)
 
 
 def read_notices(run_dir: Path) -> list[Notice]:
-    """Return the newest notices of the pool, the newest last. A file that cannot be read now has none."""
+    """Return the newest notices of the pool, the newest last. An unreadable file has none."""
     found: list[Notice] = []
     for path in (older_notices_file(run_dir), notices_file(run_dir)):
         with suppress(OSError):

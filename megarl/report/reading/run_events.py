@@ -1,4 +1,4 @@
-"""The events of a run that its report shows: slowest trajectories, and faults with what followed them."""
+"""The events of a run for its report: the slowest trajectories, and faults with their outcomes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from megarl.telemetry.trace.files import RunEvent, read_events
 
 CAUSES = ("queue", "prefill", "decode", "tool", "reward", "other")
-SLOWEST = 20  # trajectories that are shown
-MOST_FAULTS = 200  # that are shown, the newest
-# What metrics count of faults, and what became of them: (series, how it is counted, what happened, outcome).
+SLOWEST = 20  # trajectories shown
+MOST_FAULTS = 200  # shown, the newest
+# Faults that metrics count: (series, aggregation, what happened, outcome).
 COUNTED_FAULTS = (
     ("sync/restarted_replicas", "sum", "engines failed a weight sync", "replaced by new ones at the next publication"),
-    ("rollout/continued", "sum", "responses lost their engine", "other engines went on from the reported tokens"),
+    ("rollout/continued", "sum", "responses lost their engine", "other engines continued from the reported tokens"),
     ("rollout/replicas_lost", "max", "engines lost at the same time, at most", "replaced by the next publication"),
-    ("rollout/rebuilds", "max", "losses of controller or queue", "started again; the trainer went on"),
+    ("rollout/rebuilds", "max", "losses of controller or queue", "started again; the trainer continued"),
     ("rollout/workers_lost", "sum", "agent workers died or did not answer", "replaced by new ones"),
-    ("rollout/groups_redone", "sum", "groups lost their agent worker", "another worker went on with them"),
+    ("rollout/groups_redone", "sum", "groups lost their agent worker", "another worker continued them"),
     ("rollout/cut", "sum", "responses reached their group's deadline", "cut there, and truncated"),
     ("groups/failed", "sum", "groups had fewer than two usable samples", "counted, and not trained"),
     ("groups/dropped_stale", "sum", "groups were too old when their step came", "counted, and not trained"),
@@ -27,7 +27,7 @@ COUNTED_FAULTS = (
     ("reward/errors", "sum", "rewards failed", "by reward.on_error: dropped, or a fixed reward"),
     ("reward/redone", "sum", "rewards lost their process", "scored again"),
     ("total/groups_rolled_back", "max", "groups were discarded by a resume", "drawn again under the same ids"),
-    ("rollout/groups_kept", "sum", "groups from before a resume were still valid", "used again or continued"),
+    ("rollout/groups_kept", "sum", "groups from before a resume were still valid", "reused or continued"),
     ("total/failed_writes", "max", "writes were refused by a disk or a service", "lines wait, and are written later"),
 )  # fmt: skip
 
@@ -47,13 +47,13 @@ class SlowTrajectory:
 
     @property
     def cause(self) -> str:
-        """The largest part."""
+        """The cause of the largest part."""
         return max(zip(self.parts, CAUSES, strict=True))[1]
 
 
 @dataclass(frozen=True)
 class RunFault:
-    """Something that was lost or has failed, and what followed; `outcome` is empty while nothing has."""
+    """Something that was lost or failed, and its outcome, which is empty until there is one."""
 
     at: float  # Unix seconds
     step: int | None
@@ -66,13 +66,13 @@ class RunFault:
 
     @property
     def is_alarm(self) -> bool:
-        """Whether it is an alarm of the monitor."""
+        """True for an alarm of the monitor."""
         return self.kind == "alarm"
 
 
 @dataclass(frozen=True)
 class RunEvents:
-    """The events that were read; `recorded` is False for a run that has none."""
+    """The events of a run; `recorded` is False if the run records none."""
 
     slow: list[SlowTrajectory]
     faults: list[RunFault]
@@ -80,14 +80,14 @@ class RunEvents:
 
 
 def read_run_events(run_dir: Path) -> RunEvents:
-    """Read the events of slow trajectories, faults and recoveries. Work that a resume has discarded is left out."""
+    """Read the events of slow trajectories, faults and recoveries, without work that a resume discarded."""
     slow: list[tuple[float, int, SlowTrajectory]] = []
     found: list[RunEvent] = []
     recorded = False
     for number, event in enumerate(read_events(run_dir, {"slow_trajectory", "fault", "recovery"})):
         recorded = True
         if event.name != "slow_trajectory":
-            if not (event.rolled_back and event.args.get("kind") == "alarm"):  # its step is done again
+            if not (event.rolled_back and event.args.get("kind") == "alarm"):  # its step was repeated
                 found.append(event)
         elif not event.rolled_back:
             entry = (event.seconds, -number, slow_trajectory(event))
@@ -97,7 +97,7 @@ def read_run_events(run_dir: Path) -> RunEvents:
 
 
 def slow_trajectory(event: RunEvent) -> SlowTrajectory:
-    """Return what a `slow_trajectory` event says."""
+    """Return the content of a `slow_trajectory` event."""
     return SlowTrajectory(
         event.step or 0,
         -1 if event.group is None else event.group,
@@ -111,9 +111,9 @@ def slow_trajectory(event: RunEvent) -> SlowTrajectory:
 
 
 def pair(events: Iterable[RunEvent]) -> list[RunFault]:
-    """Return the faults in the order of time, each with the first recovery after it of its kind, replica and rule.
+    """Return the faults by time, each with its outcome.
 
-    A recovery ends one fault: the oldest of its kind, replica and rule that has no outcome.
+    A recovery ends one fault: the oldest open one of its kind, replica and rule.
     """
     faults: list[RunFault] = []
     open_: dict[tuple[str, int | None, str], list[int]] = {}
@@ -126,5 +126,5 @@ def pair(events: Iterable[RunEvent]) -> list[RunFault]:
         elif waiting := open_.get(key):
             number = waiting.pop(0)
             after_s = event.begin - faults[number].at
-            faults[number] = replace(faults[number], outcome=text or "the run went on", after_s=after_s)
+            faults[number] = replace(faults[number], outcome=text or "the run continued", after_s=after_s)
     return faults

@@ -1,4 +1,4 @@
-"""Reads samples.jsonl: the lengths of its responses, and a few samples to read, without reading all of a large file."""
+"""Reads samples.jsonl: response lengths, and a few samples to show, without reading all of a large file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import msgspec
 from megarl.common.rundir import rotating_lines
 from megarl.common.rundir.json_lines import read_json_lines
 
-MOST_BYTES = 48 << 20  # that are read of all parts; of more, windows with equal distances
+MOST_BYTES = 48 << 20  # read of all parts; larger ones are read in windows at equal distances
 WINDOW_BYTES = 64 << 10
-MOST_TEXT = 6000  # characters of a prompt or a response on the page
+MOST_TEXT = 6000  # characters of a prompt or response on the page
 
 
 class _Brief(msgspec.Struct):
-    """The fields that are needed of every line; the decoder skips the texts."""
+    """The fields needed of every line; the decoder skips the texts."""
 
     step: int
     response_tokens: int = 0
@@ -29,7 +29,7 @@ class _Brief(msgspec.Struct):
 
 
 class Sample(msgspec.Struct):
-    """A line of samples.jsonl (`megarl.queue.sample_lines`); what older files lack has a default."""
+    """A line of samples.jsonl (`megarl.queue.sample_lines`); fields that older files lack have defaults."""
 
     step: int
     group_id: int = -1
@@ -66,7 +66,7 @@ class Place:
 
 @dataclass(frozen=True)
 class SampleSet:
-    """The samples of a run: all that were looked at, and those to read. `whole`: no line was left out."""
+    """The samples of a run: the places of all lines read, and the samples to show. `whole`: no line was left out."""
 
     places: Sequence[Place]
     samples: Sequence[Sample]
@@ -74,12 +74,12 @@ class SampleSet:
 
     @property
     def lengths(self) -> list[int]:
-        """Response tokens of each sample that was read, without those that failed."""
+        """Response tokens of each sample that was read and did not fail."""
         return [place.tokens for place in self.places if not place.failed]
 
 
 def read_samples(run_dir: Path, count: int) -> SampleSet:
-    """Read what is known of the samples, and choose `count` of them; empty if the run has written none."""
+    """Read the samples, and choose `count` of them to show; empty if the run has written none."""
     path = run_dir / "samples.jsonl"
     places: list[Place] = []
     whole = True
@@ -94,14 +94,14 @@ def read_samples(run_dir: Path, count: int) -> SampleSet:
 def _parts(path: Path) -> list[tuple[int, Path]]:
     try:
         return rotating_lines.parts(path)
-    except FileNotFoundError:  # a part was deleted between two looks
+    except FileNotFoundError:  # a part was deleted meanwhile
         return []
 
 
 def windows(parts: Sequence[tuple[Path, int]]) -> Iterator[tuple[Path, int, int]]:
-    """Yield (part, start, end) of what is read of parts with the given sizes in bytes.
+    """Yield (part, start, end) of the bytes to read, for parts with the given sizes in bytes.
 
-    All of it if that is not too much, else windows of `WINDOW_BYTES` with equal distances, `MOST_BYTES` in all.
+    That is everything up to `MOST_BYTES`, else windows of `WINDOW_BYTES` at equal distances, `MOST_BYTES` in all.
     """
     total = sum(size for _, size in parts)
     if total <= MOST_BYTES:
@@ -118,7 +118,7 @@ def windows(parts: Sequence[tuple[Path, int]]) -> Iterator[tuple[Path, int, int]
 
 
 def _brief(path: Path, start: int, end: int) -> Iterator[Place]:
-    """Yield the samples that begin in a window; the line that the window begins in belongs to the one before."""
+    """Yield the samples that begin in a window; a line cut by its beginning belongs to the window before."""
     if start:
         with path.open("rb") as file:
             file.seek(start - 1)
@@ -128,15 +128,15 @@ def _brief(path: Path, start: int, end: int) -> Iterator[Place]:
                 return
     for offset, line in read_json_lines(path, msgspec.json.Decoder(_Brief), start, end):
         if line.part == 0:
-            reward = None if line.demonstrated else line.reward  # nobody has judged it
+            reward = None if line.demonstrated else line.reward  # demonstrations are not judged
             yield Place(path, offset, line.step, line.response_tokens, reward, line.finish_reason, line.status != "ok")
 
 
 def choose(places: Sequence[Place], count: int) -> list[Place]:
-    """Choose samples to read, in the order of their steps.
+    """Choose samples to show, in the order of their steps.
 
-    Half of them have equal distances over the run, the newest included. The others are the newest, and of the last
-    fifth the longest, those with the lowest and the highest reward, and failed ones.
+    Half of them are at equal distances over the run, including the newest. The others are the newest and, from the last
+    fifth, the longest, those with the lowest and highest reward, and failed ones.
     """
     if len(places) <= count:
         return list(places)
@@ -166,13 +166,13 @@ def choose(places: Sequence[Place], count: int) -> list[Place]:
 
 
 def _read(place: Place) -> Sample | None:
-    """Read the line at a place again; None if it is not there any more, because its part was deleted."""
+    """Read the line at a place; None if its part was deleted meanwhile."""
     lines = read_json_lines(place.path, msgspec.json.Decoder(Sample), place.offset, place.offset + 1)
     return next((sample for _, sample in lines), None)
 
 
 def shortened(text: str, most: int = MOST_TEXT) -> str:
-    """Return a text with its middle left out if it has more than `most` characters."""
+    """Return a text, without its middle if it has more than `most` characters."""
     if len(text) <= most:
         return text
     head = most * 2 // 3

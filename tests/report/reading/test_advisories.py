@@ -53,7 +53,7 @@ def test_the_split_that_would_help_is_named() -> None:
     slow_trainer = advice(time__generate=0.0, time__update=7.0, rollout__idle_ratio=0.6)["rollout_idle"].text
     assert "With 12 and 4 (rollout.replicas: 2)" in slow_trainer and "80%" in slow_trainer
     even = advice(time__generate=3.5, rollout__idle_ratio=0.2, time__step=10.0)["trainer_idle"].text
-    assert "The present split (8 for the trainer and 8 for rollout) is within 3% of the best one." in even
+    assert "The current split (8 for the trainer and 8 for rollout) is within 3% of the best one." in even
     assert "cannot" not in text and "config" in advice(layout=None, time__generate=5.0)["trainer_idle"].text
 
 

@@ -112,7 +112,7 @@ def test_a_tool_that_cannot_be_made_is_reported(kind: str, kwargs: dict[str, Any
     [
         ("tests.support.agents.half_tools:NoSchema", "has no parameters, idempotent, async call, which a tool needs"),
         ("tests.support.agents.half_tools:FailsToStart", "its class failed with KeyError: 'server'"),
-        ("tests.support.agents.half_tools:WrongSchema", "it is no tool: parameters is wrong or missing"),
+        ("tests.support.agents.half_tools:WrongSchema", "it is not a tool: parameters is wrong or missing"),
     ],
 )
 def test_a_class_that_is_no_tool_is_refused_with_its_key(path: str, message: str) -> None:
