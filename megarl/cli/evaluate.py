@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from megarl.evaluation.harness import SetReport
 
 LABEL = "standalone"
-# Larger than any batch: there is no trainer here, so its limits must not refuse an evaluation.
-NO_LIMIT = 1 << 40
+NO_LIMIT = 1 << 40  # larger than any batch: without a trainer its limits must not refuse an evaluation
 DEFAULT_MAX_TOKENS = 1024
 # The options that set these keys.
 _SET_BY_OPTION = {
@@ -42,7 +41,7 @@ _SET_BY_OPTION = {
     "rollout.replicas": "--replicas",
     "run.seed": "--seed",
 }
-# For error messages: those of other keys too.
+# For error messages; with further keys.
 OPTION_OF = {
     **_SET_BY_OPTION,
     "data.path": "--data",
@@ -154,7 +153,7 @@ def eval_config(options: argparse.Namespace) -> Config:
                 for name, path in zip(names, options.data, strict=True)
             ],
         },
-        # There is no trainer: the pool may use every GPU, and no sync brings the weights.
+        # Without a trainer the pool may use every GPU, and engines must load the weights.
         "rollout": {
             "nodes": "separate",
             "load_weights": True,
@@ -210,7 +209,7 @@ def _evaluate(config: Config) -> list[SetReport]:
             client = PoolClient.connect(handle, config)
             standalone.tell("evaluating")
             reports = client.evaluate(0, LABEL)
-            if isinstance(reports, PublicationNeeded):  # the controller says that to a trainer only
+            if isinstance(reports, PublicationNeeded):  # the controller returns this only to a trainer
                 raise RolloutError(reports.reason)
             return reports
         finally:

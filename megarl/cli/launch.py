@@ -54,11 +54,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Launch as the options say; return the exit status of sbatch or of the run.
+    """Launch the run; return the exit status of sbatch or of the run.
 
     Raises ConfigError for a config that cannot run, or if sbatch is not installed.
     """
-
     from megarl.checkpoint.format.manifest import already_finished
     from megarl.cluster.nodes.commands import local_script, slurm_script
     from megarl.config.checks.secrets import user_environment
@@ -101,14 +100,14 @@ def run(options: argparse.Namespace) -> int:
         status = run_script(command)
     except FileNotFoundError:
         raise ConfigError([f"{command[0]} is not on this machine; add --dry-run to see the script"]) from None
-    # Its own message says why; a machine may have the command and belong to no cluster.
+    # sbatch has reported why. A machine may have sbatch without belonging to a cluster.
     if status and slurm and options.scheduler is None and plan.pools.nodes == 1:
         sys.stderr.write("megarl: sbatch failed; for this machine: --scheduler local\n")
     return status
 
 
 def _plan(config: Config, options: argparse.Namespace, *, slurm: bool) -> tuple[RunPlan, Findings]:
-    """Check the config for where it will run, and return its plan with what was found. Raises ConfigError.
+    """Check the config for the place where it will run; return its plan and findings. Raises ConfigError.
 
     For SLURM `_checked_here` follows. A dry run for this machine checks all that `megarl train --dry-run` does.
     """
@@ -125,9 +124,9 @@ def _plan(config: Config, options: argparse.Namespace, *, slurm: bool) -> tuple[
 
 
 def _checked_here(config: Config, *, dry_run: bool) -> Findings:
-    """Check data files and rewards before the job waits in a queue for nothing; the rest is checked by the job itself.
+    """Check data files and rewards, so that no job waits in a queue for nothing. The job checks the rest.
 
-    Return what was found; an absent file is a note of a dry run. Raises ConfigError that lists every problem.
+    Return the findings; in a dry run an absent file is only a note. Raises ConfigError that lists every problem.
     """
     from megarl.config.checks.sections import absent_files
     from megarl.run.start.dry_run import elsewhere_findings
@@ -144,10 +143,10 @@ def _checked_here(config: Config, *, dry_run: bool) -> Findings:
 
 
 def run_script(command: list[str]) -> int:
-    """Submit a job and return the status of sbatch; or become the script, which decides what stop signals mean."""
+    """Submit a job and return the status of sbatch; or replace this process by the script, which handles signals."""
     if command[0] == "sbatch":
         return subprocess.run(command, check=False).returncode
     sys.stdout.flush()
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and a script would ignore too
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the script would inherit that
         signal.signal(number, signal.SIG_DFL)
     os.execvp(command[0], command)

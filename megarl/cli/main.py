@@ -25,7 +25,7 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return the exit status: 2 for a mistake of the user, reported in one message."""
+    """Run one subcommand and return the exit status: 2 for a user's mistake, reported in one message."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["convert"]:  # it parses what follows itself, --help included
         from megarl.checkpoint.convert.cli import main as convert
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(given: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. Overrides may stand on both sides of an option, where argparse expects them on one."""
+    """Parse the command line. Accepts overrides before and after options; argparse accepts only one group of them."""
     parser = build_parser()
     options, rest = parser.parse_known_args(given)
     if rest and (not hasattr(options, "overrides") or any("=" not in each or each[0] == "-" for each in rest)):
@@ -66,9 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megarl",
         description="Reinforcement learning of language models: Megatron-Core trainer, vLLM rollout pool.",
-        epilog="A run on one machine is started by `megarl train --config C`, which is "
+        epilog="Start a run on one machine with `megarl train --config C`, which is "
         "torchrun --rdzv-backend megarl --nproc-per-node N examples/rl/train_rl.py --config C; "
-        "a run on several machines by `megarl launch`.",
+        "on several machines with `megarl launch`.",
     )
     parser.add_argument("--version", action="version", version=f"megarl {version('megarl')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -170,7 +170,7 @@ def _sandbox_users(options: argparse.Namespace) -> list[str]:
     from megarl.config.loading.load import load_config
 
     if options.config is not None and options.installation:
-        raise ConfigError(["doctor --installation does not examine this machine, as --config needs: leave one out"])
+        raise ConfigError(["doctor --installation does not examine this machine, but --config needs that: drop one"])
     if options.config is None and options.overrides:
-        raise ConfigError([f"{options.overrides[0]} changes a config, and doctor has none: give it with --config"])
+        raise ConfigError([f"{options.overrides[0]} changes a config, but doctor has none: add --config FILE"])
     return [] if options.config is None else sandbox_users(load_config(options.config, options.overrides))

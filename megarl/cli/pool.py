@@ -1,4 +1,4 @@
-"""`megarl pool`: list, drain, remove and add the rollout engines of a living run."""
+"""`megarl pool`: list, drain, remove and add the rollout engines of a live run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `pool` to the `megarl` command."""
     pool = commands.add_parser(
         "pool",
-        help="list, drain, remove or add the rollout engines of a living run",
+        help="list, drain, remove or add the rollout engines of a live run",
         description="Change the pool of rollout engines during a run. No response is lost: another engine continues "
         "those of a drained or removed one from their last token. A new engine serves after the next publication of "
         "the weights. With exit status 2 the reason is printed.",
-        epilog="Run it as the user of the run on one of its hosts; on another host it names one.",
+        epilog="Run it as the user of the run on one of its hosts; elsewhere the error names one.",
     )
     actions = pool.add_subparsers(title="actions", metavar="ACTION", required=True)
     listing = _action(
@@ -59,7 +59,7 @@ def _action(
     parser = actions.add_parser(name, help=summary, description=description)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
     parser.add_argument(
-        "--timeout", type=float, metavar="S", help="longest wait in seconds (default: by the run's own timeouts)"
+        "--timeout", type=float, metavar="S", help="longest wait in seconds (default: from the run's timeouts)"
     )
     parser.set_defaults(run=run, action=name)
     return parser

@@ -70,7 +70,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replay as the options say; return 0. Raises ConfigError for a mistake.
+    """Run the replay; return 0. Raises ConfigError for a user's mistake.
 
     If training fails, the process ends with exit status 1 and the first failed rank reports once.
     """
@@ -86,8 +86,12 @@ def _run(options: argparse.Namespace) -> int:
     first = _checkpoint_step(options.checkpoint)
     steps = choose_steps(batches, options.steps, first)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world != config.trainer.gpus:
-        raise ConfigError([_wrong_world(world, config.trainer.gpus, options.run_dir)])
+    if world != (gpus := config.trainer.gpus):
+        raise ConfigError([
+            f"trainer.gpus: the run used {gpus} ranks, but {world} were started; use torchrun --rdzv-backend megarl "
+            f"--nproc-per-node {gpus} -m megarl replay --run-dir {options.run_dir}, or override trainer.gpus={world} "
+            "and the layout (trainer.parallel.*)"
+        ])  # fmt: skip
     _refuse_inputs_inside(config.run_dir, options.run_dir, batches, options.checkpoint)
     schedule = read_schedule(options.run_dir / SCHEDULE_FILE)
     from megarl.run.start.torchrun_hints import claim_for_ranks
@@ -102,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Replay:
-    """What is replayed: `steps` of `batches`, from `checkpoint` or `model.path` on."""
+    """A replay of `steps` of `batches`, starting from `checkpoint` or `model.path`."""
 
     config: Config
     batches: Path
@@ -127,7 +131,7 @@ def replay_config(run_dir: Path, out: Path | None, overrides: Sequence[str]) -> 
 
 
 def _refuse_inputs_inside(out: Path, run_dir: Path, batches: Path, checkpoint: Path | None) -> None:
-    """Raise ConfigError if an input is in the output directory, whose content is moved aside at the start."""
+    """Raise ConfigError if an input is in the output directory: its content is moved aside at the start."""
     if out.resolve() == run_dir.resolve():
         raise ConfigError([f"--out: {out} is the recorded run itself; choose another directory"])
     for option, path in (("--batches", batches), ("--checkpoint", checkpoint)):
@@ -136,7 +140,7 @@ def _refuse_inputs_inside(out: Path, run_dir: Path, batches: Path, checkpoint: P
 
 
 def _checkpoint_step(path: Path | None) -> int:
-    """Return the steps done by a checkpoint; 0 without one. Raises ConfigError if `path` is no checkpoint."""
+    """Return the finished steps of a checkpoint; 0 without one. Raises ConfigError if `path` is not a checkpoint."""
     from megarl.checkpoint.format.manifest import Manifest
 
     try:
@@ -165,9 +169,9 @@ def choose_steps(batches: Path, limit: int | None, first: int = 0) -> list[int]:
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """Groups that were replaced before a step, and those that it used again, trained by an earlier one.
+    """The groups replaced before a step, and those of earlier steps that it reused.
 
-    `trained`: how many groups it was the first to train; None if it was not committed.
+    `trained`: the number of groups that it was the first to train; None if it was not committed.
     """
 
     replaced: list[int]
@@ -176,12 +180,12 @@ class ScheduledStep:
 
 
 def read_schedule(path: Path) -> dict[int, ScheduledStep]:
-    """Return the steps of a schedule, without those that a resume has discarded; nothing if none was recorded."""
+    """Return the steps of a schedule, without those that a resume discarded; empty if nothing was recorded."""
     steps: dict[int, ScheduledStep] = {}
     for _, event in read_json_lines(path, msgspec.json.Decoder(dict[str, Any])):
         if event["event"] == "begin":
             steps = {step: each for step, each in steps.items() if step < event["state"]["steps"]}
-        elif event["event"] == "hold":  # what steps had taken when a new controller took over
+        elif event["event"] == "hold":  # the batches in training when a new controller took over
             for each in event["taken"]:
                 steps[each["step"]] = ScheduledStep(each["replaced"], [group for group, *_ in each["reused"]])
         elif event["event"] == "batch":
@@ -202,7 +206,7 @@ def replay_steps(
     """Train `policy` on recorded steps, in order. Collective over the ranks of the layout.
 
     `on_step` gets the number of steps done (as in the run's own metrics) and each step's reduced metrics, on every
-    rank. `schedule`: what the run has recorded of its steps. Raises RuntimeError if ranks read different batches.
+    rank. `schedule`: from `read_schedule`. Raises RuntimeError if ranks read different batches.
     """
     from megarl.run.record.batch_metrics import record_batch
     from megarl.run.step.step import train_step
@@ -236,7 +240,7 @@ def replay_steps(
 
 
 def _plan(batch: DumpedBatch, config: Config, replaced: list[int], reused: list[int], *, dp_size: int) -> StepPlan:
-    """Plan a recorded step. Raises DumpError if the config's options drop a group that the step has used again."""
+    """Plan a recorded step. Raises DumpError if the config's options drop a group that the step reused."""
     from megarl.run.step.plan import ReuseError, plan_step
 
     try:
@@ -249,7 +253,7 @@ def _plan(batch: DumpedBatch, config: Config, replaced: list[int], reused: list[
 
 
 def _check_sets(found: set[str], own: set[str], batches: Path, step: int) -> None:
-    """Raise DumpError unless the config has the data sets of a recorded batch: limits and temperatures are theirs."""
+    """Raise DumpError unless the config has the data sets of a recorded batch, which set limits and temperatures."""
     if other := sorted(found - own):
         raise DumpError(
             f"{batches}: step {step} has samples of data set {other[0]!r}, but the config has {sorted(own)} ('' is "
@@ -280,14 +284,12 @@ def _run_rank(replay: _Replay, held: RunClaim | None) -> int:
             terminal.flush()
         if held is not None:
             held.release()
-        # Its peers are in a collective, or have left one that this rank waits in: what ends a process group may hang.
-        os._exit(130)
+        os._exit(130)  # peers may be inside a collective or have left it, so destroying the process group could hang
     except Exception as error:
         try:
             failure.claim(error, terminal, log_file)
         finally:
-            # Not sys.exit, which could hang: peers may be waiting in a collective that this rank has left.
-            os._exit(1)
+            os._exit(1)  # sys.exit could hang: peers may be waiting in a collective that this rank has left
     return 0
 
 
@@ -357,11 +359,3 @@ def _init_process_group(backend: str, ray: RayConfig, collective_s: float, run_d
         join_peers(backend, collective_s, run_dir)
     else:
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-
-
-def _wrong_world(world: int, gpus: int, run_dir: Path) -> str:
-    return (
-        f"trainer.gpus: the run used {gpus} ranks, but {world} were started; use "
-        f"torchrun --rdzv-backend megarl --nproc-per-node {gpus} -m megarl replay --run-dir {run_dir}, "
-        f"or override trainer.gpus={world} and the layout (trainer.parallel.*)"
-    )

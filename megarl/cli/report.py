@@ -1,4 +1,4 @@
-"""`megarl report`: one HTML page about one or several runs, finished or living."""
+"""`megarl report`: one HTML page about one or several runs, finished or live."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from megarl.common.errors import ConfigError
 from megarl.common.files import replace_file
 
-MOST_RUNS = 8  # side by side: so many colors can be distinguished
-MOST_SAMPLES = 48  # to read, of all runs together at least 8 each
+MOST_RUNS = 8  # side by side: more colors could not be distinguished
+MOST_SAMPLES = 48  # of all runs together, at least 8 of each
 BUCKETS = 800
 
 
@@ -19,7 +19,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `report` to the `megarl` command."""
     report = commands.add_parser(
         "report",
-        help="write one HTML page about one or several runs, finished or living",
+        help="write one HTML page about one or several runs, finished or live",
         description="Read the files of runs and write one HTML page that needs no network and no other file: reward "
         "and evaluation, throughput, waiting, version lag, lengths, slow trajectories, samples, advisories, faults. "
         "Several runs are shown side by side. The run may continue meanwhile; nothing but the page is written to its "
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write(out: Path, page: str) -> None:
-    """Replace the page at once, so that a browser never loads half of it. Raises ConfigError if that is impossible."""
+    """Replace the page atomically, so that a browser never loads half of it. Raises ConfigError if that fails."""
     try:
         replace_file(out, page.encode("utf-8", errors="replace"))
     except OSError as error:

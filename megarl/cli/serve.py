@@ -31,7 +31,7 @@ SET_BY_OPTION = {
     "gateway.host": "--host",
     "gateway.port": "--port",
 }
-LOOK_S = 0.5  # between two looks at whether the pool lives
+LOOK_S = 0.5  # between two checks of the pool
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -89,7 +89,7 @@ def serve_config(options: argparse.Namespace) -> Config:
     """Return the config of a pool that only serves. Raises ConfigError naming what is wrong."""
     from megarl.config.loading.load import load_config
 
-    # There is no trainer: the pool may use every GPU, and no sync brings the weights.
+    # Without a trainer the pool may use every GPU, and engines must load the weights.
     fixed = ["gateway.enabled=true", "rollout.nodes=separate", "rollout.load_weights=true", "run.deterministic=false"]
     fixed.append("rollout.share_gpus=false")
     run_dir = json.dumps(str(standalone.run_dir_of(options, "serve")))
@@ -100,7 +100,7 @@ def serve_config(options: argparse.Namespace) -> Config:
 
 
 def _plain_config(overrides: list[str], options: argparse.Namespace) -> Config:
-    """Return the config without a file; what only a trainer needs has values that change nothing."""
+    """Return the config without a file; values that only a trainer needs have no effect."""
     from megarl.config.loading.load import apply_overrides, config_from_tree
 
     precision = standalone.precision_of(options.dtype, standalone.model_config_of(Path(options.model)))
@@ -116,7 +116,7 @@ def _plain_config(overrides: list[str], options: argparse.Namespace) -> Config:
 
 
 def _check(config: Config, token_file: Path | None) -> int:
-    """Check what is used before any process starts; return the largest number of prompt and response tokens.
+    """Check model, config and token file before any process starts; return the most prompt and response tokens.
 
     Raises ConfigError.
     """
@@ -146,7 +146,7 @@ def _check(config: Config, token_file: Path | None) -> int:
 
 
 def _serve(config: Config, token_file: Path | None) -> int:
-    """Start the pool, say where it is, wait for its end or an interrupt, and tear it down; return the exit status."""
+    """Start the pool, print its URL, wait for its end or an interrupt, and tear it down; return the exit status."""
     from megarl.cluster.pool.pool_process import launch_supervisor, stop_supervisor, wait_ready
     from megarl.common.errors import RolloutError
     from megarl.common.rundir.notices import NoticeWatch
@@ -172,19 +172,19 @@ def _serve(config: Config, token_file: Path | None) -> int:
                     handle.check()
                     time.sleep(LOOK_S)
         except KeyboardInterrupt:
-            standalone.tell("ending the engines")
+            standalone.tell("shutting down the engines")
             return 0
         except (RolloutError, ValueError) as error:
             standalone.tell(str(error))
             return 1
         finally:
-            ignore_signals()  # the tear-down is bounded, and must not be cut short
+            ignore_signals()  # the tear-down has a bound, and must not be interrupted
             if handle is not None:
                 stop_supervisor(Path(handle.run_dir), handle.process, handle.launch_id, config.timeouts.shutdown_s)
 
 
 def _welcome(run_dir: Path, model: Path) -> str:
-    """Return what the user needs in order to use the gateway."""
+    """Return the URL, the token file and a curl line for the user."""
     from megarl.gateway.actor import model_names
     from megarl.gateway.token_file import read_gateway_file
 

@@ -1,4 +1,4 @@
-"""What commands without a trainer share: options that set keys, the claim of the directory, signals, the checkpoint."""
+"""Shared by commands without a trainer: options that set keys, the claim of the directory, signals, the checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def overrides_of(options: argparse.Namespace, keys: Mapping[str, str]) -> list[s
 
 @contextmanager
 def holding(run_dir: Path, node_s: float, command: str) -> Iterator[None]:
-    """Hold the run directory in the block. If another run takes it, this process ends, and with it its pool.
+    """Hold the run directory in the block. If another run takes it, this process and its pool end.
 
     `node_s`: seconds of silence after which a holder counts as lost. Raises ConfigError if another run holds it.
     """
@@ -54,19 +54,17 @@ def holding(run_dir: Path, node_s: float, command: str) -> Iterator[None]:
         held.release()
 
 
-# Ctrl-C and SIGTERM of a command that has something to tear down: the first one ends its work, none the tear-down.
-
 CTRL_C = (signal.SIGINT,)
 ANY_STOP = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
 def interrupted_once(signals: Sequence[signal.Signals]) -> Iterator[Callable[[], None]]:
-    """Raise KeyboardInterrupt in the block at the first of `signals`, and ignore all that follow until its end.
+    """Raise KeyboardInterrupt in the block at the first of `signals`, and ignore all later ones until its end.
 
-    So the block can tear down what it has started, which must have a bound. Yields a function by which it ignores the
-    first one too. Only the main thread may call it. Sets SIGINT also where a shell has it ignored, as in processes that
-    it starts in the background.
+    So no signal interrupts the tear-down in the block, which must have a bound. Yields a function that ignores the
+    first signal too. Only the main thread may call it. Handles SIGINT even where a shell ignores it, as it does for
+    background processes.
     """
     before = {number: signal.getsignal(number) for number in signals}
 
@@ -104,7 +102,7 @@ def precision_of(dtype: str, model_config: dict[str, Any]) -> str:
 
 
 def refuse_unreadable(model: Path) -> None:
-    """Raise ConfigError for a Megatron checkpoint, for quantised weights, and for what is no checkpoint."""
+    """Raise ConfigError for a Megatron checkpoint, for quantized weights, or if `model` is not a checkpoint."""
     from megarl.models.hf.model_files import megatron_step, not_for_engines
 
     try:

@@ -21,7 +21,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     trace = commands.add_parser(
         "trace",
         help="write a run's time line for Perfetto or chrome://tracing",
-        description="Write the events of a run, living or ended, as a trace: phases of the trainer ranks, "
+        description="Write the events of a run, live or ended, as a trace: phases of the trainer ranks, "
         "publications, engines, trajectories with their turns, tools and rewards, saves, evaluations and faults. "
         "Open it at https://ui.perfetto.dev (it stays on your machine) or in chrome://tracing.",
         epilog="The trace of a whole day is large: choose steps with --from and --to.",
@@ -38,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the trace, and say where it is. Raises ConfigError with the fix if there is nothing to write."""
+    """Write the trace and print its path. Raises ConfigError with the fix if there is nothing to write."""
     from megarl.telemetry.trace.chrome_trace import TraceWindow, trace_events
     from megarl.telemetry.trace.files import event_files
 
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     if not run_dir.is_dir():
         raise ConfigError([f"there is no run directory {run_dir}"])
     if not event_files(run_dir):
-        raise ConfigError([f"{run_dir} has no events: the run was made with telemetry.events_mib=0, or is new"])
+        raise ConfigError([f"{run_dir} has no events: the run has telemetry.events_mib=0, or has just started"])
     try:
         window = TraceWindow.of_steps(run_dir, options.first, options.last)
     except ValueError as error:
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
 def write_trace(path: Path, events: Iterable[dict[str, Any]]) -> int:
     """Write a trace, compressed if the name ends in .gz; return the number of its events. Raises OSError.
 
-    A trace that was there is replaced when the new one is complete.
+    Replaces an existing trace once the new one is complete.
     """
     partial = path.with_name(f".{path.name}.partial")
     encoder, count = msgspec.json.Encoder(), 0

@@ -8,8 +8,8 @@ import sys
 
 from megarl.config.loading.arguments import add_run_arguments, mistake_printer, run_overrides
 
-# Which ends without torchrun's traceback, because the rank that has failed has said why.
-# By default torchrun leaves a temporary directory at each start.
+# Ends without torchrun's traceback, because the failed rank has reported why. Without --log-dir torchrun leaves a
+# temporary directory at each start.
 TORCHRUN = ("-m", "megarl.cluster.torchrun.run", "--rdzv-backend", "megarl", "--log-dir", os.devnull)
 
 
@@ -28,7 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Become torchrun; as one of its ranks, or for a dry run, do what a rank does. Raises ConfigError."""
+    """Replace this process by torchrun; in one of its ranks, or in a dry run, run the rank. Raises ConfigError."""
     if options.dry_run or "WORLD_SIZE" in os.environ:
         from megarl.run.start.main import main
 

@@ -143,7 +143,10 @@ def check_harmless(tokenizer: Any, inserted: list[int], plain: list[int]) -> Non
             CHATML.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else '' }}"),
             "changes the text before a message",
         ),
-        (CHATML.replace("<|im_end|>\n", "{{ '<|end|>' if loop.last else '<|im_end|>' }}"), "changes what stands"),
+        (
+            CHATML.replace("<|im_end|>\n", "{{ '<|end|>' if loop.last else '<|im_end|>' }}"),
+            "changes the text before a message",
+        ),
         ("{{ raise_exception('only one') if messages | length > 2 }}" + CHATML, "refuses messages .*only one"),
         ("{% for m in messages %}{{ m['role'] }}{% endfor %}", "exactly once"),
         (CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] }}"), "exactly once"),

@@ -108,7 +108,7 @@ def test_packages_can_be_imported_only_if_they_are_given(tmp_path_factory: pytes
 
 @pytest.mark.parametrize("packages", [["some/folder"], ["/nowhere/at/all"], ["/usr/lib:/lib"]])
 def test_packages_that_are_no_directory_are_refused(packages: list[str]) -> None:
-    with pytest.raises(ValueError, match="no absolute path of a directory"):
+    with pytest.raises(ValueError, match="not the absolute path of a directory"):
         Sandbox(packages=packages)
 
 

@@ -199,7 +199,7 @@ def test_no_call_of_a_tool_is_made_again_after_the_death_of_every_process(tmp_pa
     assert resumed.code == 0, resumed.output[-4000:]
     logs = "".join(path.read_text() for path in (run_dir / "logs").glob("controller*.log"))
     assert "are drawn again" not in logs, "the calls of these groups would be made again"
-    assert int(re.findall(r"and (\d+) unfinished ones are continued", logs)[-1]) > 0
+    assert int(re.findall(r"and (\d+) unfinished ones continue", logs)[-1]) > 0
     calls = notes.read_text().splitlines()
     assert len(calls) > before > 0 and max(Counter(calls).values()) == 1, Counter(calls).most_common(3)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")

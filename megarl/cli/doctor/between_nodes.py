@@ -1,9 +1,9 @@
 """`megarl doctor --nodes` under torchrun: measures every path between the nodes, each in a process with a deadline.
 
-A path is a backend with the environment that selects its interface. All ranks meet in the store of torchrun's agents,
-whose values they sign with the secret of MEGARL_RUN_DIR, which `--rdzv-backend megarl` demands on several nodes; what
-torch's process groups keep there is torch's, and is not signed. For each path every rank starts this module as a probe,
-because NCCL reads its settings once and may hang or abort. Shapes: N float32 elements of a message.
+A path is a backend with the environment that selects its interface. All ranks meet in the store of torchrun's agents.
+They sign their values with the secret of MEGARL_RUN_DIR, which `--rdzv-backend megarl` demands on several nodes; the
+values of torch's process groups are not signed. For each path every rank starts this module as a probe, because NCCL
+reads its settings once and may hang or abort. Shapes: N float32 elements of a message.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megarl.run.start.torchrun_hints import SAFE_TORCHRUN
 
 REPORT_S = 15.0  # for a rank to notice its own deadline and to report
 _START = (
-    f"start one process per node (or per GPU), on every node by: {RUN_DIR_VARIABLE}=SHARED_DIRECTORY {SAFE_TORCHRUN} "
+    f"start one process per node (or per GPU); run on every node: {RUN_DIR_VARIABLE}=SHARED_DIRECTORY {SAFE_TORCHRUN} "
     "--nnodes N --nproc-per-node 1 --rdzv-endpoint FIRST_NODE:29400 --local-addr THIS_NODE'S_ADDRESS -m megarl doctor "
     "--nodes   Anyone who reaches the store of another torchrun can run code as you (SECURITY.md)"
 )
@@ -83,7 +83,7 @@ class Meeting:
         self._store = connect_store(self.host, self.port, timeout_s)
 
     def gather(self, what: str, own: object, margin_s: float = 0.0) -> list[Any]:
-        """Return the values of all ranks under `what`. Raises ConfigError that names the ranks that have none."""
+        """Return the values of all ranks under `what`. Raises ConfigError naming the ranks without a value."""
         keys = [f"{self._prefix}/{what}-{rank}" for rank in range(self.size)]
         text, bound_s = json.dumps(own), self._timeout_s + margin_s
         self._store.set(keys[self.rank], text if self._key is None else sign(self._key, keys[self.rank], text))
@@ -104,14 +104,14 @@ def try_nodes(
 ) -> int:
     """Try all paths; rank 0 writes the report. Return 0 if the paths that a run uses work, else 1.
 
-    `mib`: size of a message. `timeout_s`: bound of one path. Raises ConfigError as `Meeting`, and if the interface is
-    not here.
+    `mib`: size of a message. `timeout_s`: bound of one path. Raises ConfigError as `Meeting` does, and if this machine
+    lacks the interface.
     """
     import torch
 
     meeting = Meeting(os.environ, timeout_s)
     try:
-        own_address((), interface)  # raises if the interface is not here
+        own_address((), interface)  # raises if this machine lacks the interface
     except ValueError as error:
         raise ConfigError([str(error).replace("launch.interface", "--interface")]) from None
     route = interface or interface_of(own_address((meeting.host,), None)) or "lo"
@@ -133,7 +133,7 @@ def try_nodes(
     content = summary(members, results)
     if meeting.rank == 0:
         write(json.dumps(content, indent=2) + "\n" if as_json else render(content))
-    meeting.gather("end", True)  # torchrun's store is of the first node's agent, which ends with its ranks
+    meeting.gather("end", True)  # the first node's agent serves the store, and ends with its ranks
     return 0 if content["can_start"] else 1
 
 
@@ -155,7 +155,7 @@ def plan_paths(members: Sequence[Member], *, configured: bool) -> list[Path]:
 
 
 def run_probe(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> Outcome:
-    """Run a probe and read its lines; one that does not end in time is ended, with the stage that it had reached."""
+    """Run a probe and return its rates, or the stage at which it failed. A probe is killed after `timeout_s`."""
     error: str | None = None
     rates: dict[str, float] = {}
     stage = "start"
@@ -166,13 +166,13 @@ def run_probe(command: Sequence[str], environment: Mapping[str, str], timeout_s:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(REPORT_S)
-            error = f"no end within {timeout_s:.0f} s"
+            error = f"did not finish within {timeout_s:.0f} s"
         out.seek(0)
         err.seek(0)
         log = err.read()
-        for said in (json.loads(line) for line in out if line.startswith("{")):
-            stage = said["stage"]
-            rates |= {stage: said["gb_per_second"]} if "gb_per_second" in said else {}
+        for printed in (json.loads(line) for line in out if line.startswith("{")):
+            stage = printed["stage"]
+            rates |= {stage: printed["gb_per_second"]} if "gb_per_second" in printed else {}
     if process.returncode != 0 and error is None:
         named = [line for line in log.splitlines() if "Error" in line.partition(":")[0]]  # torch warns after it
         error = (named or [f"exit status {process.returncode}"])[-1][:300]
@@ -197,7 +197,7 @@ def summary(members: Sequence[Member], results: Sequence[tuple[Path, Sequence[Ou
 
 
 def render(content: Mapping[str, Any]) -> str:
-    """Return the table of bandwidths, followed by what has failed on each path."""
+    """Return the table of bandwidths, followed by the failures of each path."""
     nodes = dict.fromkeys(content["nodes"])
     lines = [f"{len(content['nodes'])} processes on {len(nodes)} nodes: {', '.join(nodes)}"]
     row = "{:<32}{:<24}{:>9}  {}".format
@@ -212,7 +212,7 @@ def render(content: Mapping[str, Any]) -> str:
 
 
 def probe(arguments: Sequence[str]) -> None:
-    """Be one rank of one path: print a JSON line per stage and per measured operation, then end the process."""
+    """Act as one rank of one path: print a JSON line per stage and per measured operation, then end the process."""
     import torch
     from torch import distributed
 

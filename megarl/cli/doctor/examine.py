@@ -10,10 +10,10 @@ from megarl.cli.doctor.report import Finding, Report
 
 
 def examine(*, installation_only: bool = False, sandbox_users: Sequence[str] = ()) -> Report:
-    """Return all findings of this machine. Imports torch; the imports of a run happen in processes of their own.
+    """Return all findings of this machine. Imports torch; separate processes try the imports of a run.
 
     `installation_only`: only packages and imports, which do not depend on the machine's GPUs, limits and network.
-    `sandbox_users`: what of a config needs the sandbox, without which its run could not start.
+    `sandbox_users`: the parts of a config that need the sandbox.
     """
     findings: list[Finding] = []
     cuda = built_for_cuda = False

@@ -1,4 +1,4 @@
-"""Findings about GPUs: the driver and NCCL against torch's, and whether the GPUs of this machine reach each other."""
+"""Findings about GPUs: whether the driver and NCCL match torch, and whether this machine's GPUs reach each other."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def find_driver() -> Driver | None:
 
 
 def torch_findings(cuda: bool) -> Iterator[Finding]:
-    """Yield what torch finds: the device path, GPUs, driver, NCCL, peer access and gloo."""
+    """Yield findings about the device path, GPUs, driver, NCCL, peer access and gloo."""
     import torch
 
     yield Finding("ok", "device path", "CUDA, NCCL" if cuda else "CPU: gloo, emulated CUDA calls")
     gpus, driver = local_gpus(), find_driver()
     if gpus and not cuda:
-        why = "this torch has no CUDA" if torch.version.cuda is None else "CUDA does not initialise"
+        why = "this torch has no CUDA" if torch.version.cuda is None else "CUDA does not initialize"
         yield Finding("warn", "GPUs", f"{len(gpus)} x {gpus[0].name}, but {why}", "run make setup-gpu")
     elif gpus:
         yield Finding("ok", "GPUs", f"{len(gpus)} x {gpus[0].name}, {gpus[0].memory / GIB:.0f} GiB each")
@@ -65,7 +65,7 @@ def torch_findings(cuda: bool) -> Iterator[Finding]:
 
 
 def driver_finding(driver: Driver, torch_cuda: str) -> Finding:
-    """Return whether `driver` runs programs of torch's CUDA version, for example `13.0`.
+    """Check that `driver` runs programs of torch's CUDA version, for example `13.0`.
 
     Within a major version an older driver runs newer programs, except for kernels that are compiled at run time.
     """
@@ -82,7 +82,7 @@ def driver_finding(driver: Driver, torch_cuda: str) -> Finding:
 
 
 def nccl_finding(loaded: str | None, packaged: str | None) -> Finding:
-    """Return whether the NCCL that torch has loaded is the one of the package that torch requires."""
+    """Check that torch loaded NCCL from the package that it requires. Both are versions, or None if missing."""
     if loaded is None:
         return Finding("fail", "NCCL", "missing from this torch", "run make setup-gpu")
     if packaged is not None and packaged.split(".")[:3] != loaded.split("."):
@@ -92,7 +92,7 @@ def nccl_finding(loaded: str | None, packaged: str | None) -> Finding:
 
 
 def peer_finding(can_access: Sequence[Sequence[bool]]) -> Finding:
-    """Return whether every GPU can read every other one's memory; `can_access[i][j]`: GPU i that of GPU j."""
+    """Check that every GPU can read the memory of all others; `can_access[i][j]`: GPU i can read that of GPU j."""
     count = len(can_access)
     if count < 2:
         return Finding("ok", "peer access", f"{count} GPU: nothing to reach")

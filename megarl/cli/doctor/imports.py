@@ -1,7 +1,7 @@
-"""Findings from imports: whatever a run would import is imported here, each in a process of its own.
+"""Findings from imports: tries the imports of a run, each in a separate process.
 
-A crash, an error that a library does not expect (Megatron-Core catches ImportError around Transformer Engine, which
-without its torch extension raises FileNotFoundError) or a hang is then one finding.
+So a crash, a hang or an unexpected error is one finding. Megatron-Core, for example, catches ImportError around
+Transformer Engine, which raises FileNotFoundError without its torch extension.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHOW_CUDNN = (
 
 @dataclass(frozen=True)
 class Part:
-    """The imports of one kind of process: `code` is Python, `module` the package without which it does not exist."""
+    """The imports of one kind of process: `code` is Python, and runs only if the package `module` is installed."""
 
     what: str
     code: str
@@ -61,7 +61,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class ImportOutcome:
-    """The end of an import: exit status (negative: the signal; None: no end within `TIMEOUT_S`) and its output."""
+    """The result of an import: exit status (negative: the signal; None: it timed out) and output."""
 
     status: int | None
     stdout: str
@@ -74,16 +74,16 @@ def run_import(part: Part, timeout_s: float = TIMEOUT_S) -> ImportOutcome:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
-        return ImportOutcome(None, "", f"no end within {timeout_s:.0f} s")
+        return ImportOutcome(None, "", f"did not finish within {timeout_s:.0f} s")
     return ImportOutcome(done.returncode, done.stdout, done.stderr)
 
 
 def import_findings(
     cuda: bool, parts: Sequence[Part] = PARTS, run: Callable[[Part], ImportOutcome] = run_import
 ) -> Iterator[Finding]:
-    """Import every part that is installed, two at a time, and yield what happened.
+    """Import every installed part, two at a time, and yield the findings.
 
-    Transformer Engine is imported wherever it is installed, because Megatron-Core does so on a CPU too.
+    Imports Transformer Engine wherever it is installed, because Megatron-Core does so on a CPU too.
     """
     present = [part for part in parts if _is_installed(part.module)]
     if cuda and TRANSFORMER_ENGINE in parts and TRANSFORMER_ENGINE not in present:
@@ -99,7 +99,7 @@ def import_findings(
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package around it is missing
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
@@ -110,13 +110,13 @@ def _finding(part: Part, outcome: ImportOutcome) -> Finding:
     detail = lines[-1][:300] if lines else "no output"
     if outcome.status is not None and outcome.status < 0:
         detail = f"killed by {signal.Signals(-outcome.status).name}: {detail}"
-    # A trainer imports Transformer Engine through Megatron-Core, and then fails of the same cause.
+    # A trainer imports Transformer Engine through Megatron-Core, and fails for the same reason.
     fix = TRANSFORMER_ENGINE.fix if "Transformer Engine" in detail else part.fix
     return Finding("fail", part.what, detail, fix)
 
 
 def _cudnn_findings(stdout: str) -> Iterator[Finding]:
-    """Yield a warning if two cuDNNs are loaded: Transformer Engine prefers a system's, torch has its own."""
+    """Yield a warning if two cuDNNs are loaded: Transformer Engine prefers the system's, torch brings its own."""
     loaded = sorted({line.removeprefix(_CUDNN) for line in stdout.splitlines() if line.startswith(_CUDNN)})
     if len(loaded) > 1:
         fix = "export CUDNN_PATH=SITE-PACKAGES/nvidia/cudnn for all processes of a run (launch.runtime_env)"

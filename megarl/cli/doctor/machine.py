@@ -24,7 +24,7 @@ INFINIBAND = Path("/sys/class/infiniband")
 def machine_findings(sandbox_users: Sequence[str] = ()) -> Iterator[Finding]:
     """Yield the limits and free space of this machine, and whether it can sandbox programs.
 
-    `sandbox_users`: what of a config needs that; without any, a run may need it or not.
+    `sandbox_users`: the parts of a config that need the sandbox; empty if none does, or without a config.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = max(soft, hard) < MIN_OPEN_FILES
@@ -50,7 +50,7 @@ def _sandbox_finding(users: Sequence[str]) -> Finding:
         return Finding("ok", "sandbox", "runs programs of a model in a bubblewrap sandbox")
     if users:
         return Finding("fail", "sandbox", problem, f"the config needs it: {', '.join(users)}")
-    fix = "only the Python tool and reward.function code need it, and refuse to start without it; --config FILE checks"
+    fix = "only the Python tool and reward.function code need it, and refuse to start without it; add --config FILE"
     return Finding("warn", "sandbox", problem, fix)
 
 
@@ -73,7 +73,7 @@ def rdma_ports(root: Path = INFINIBAND) -> dict[str, str]:
 
 
 def network_findings(cuda: bool, root: Path = INFINIBAND) -> Iterator[Finding]:
-    """Yield the interfaces, which of them a run on several nodes would use, and the RDMA ports."""
+    """Yield the interfaces, the one that a run on several nodes would use, and the RDMA ports."""
     found, stats = interfaces(), psutil.net_if_stats()
     if not found:
         yield Finding("warn", "interfaces", "only loopback: this machine cannot be one of several nodes")

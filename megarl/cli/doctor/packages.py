@@ -15,7 +15,7 @@ from megarl.cli.doctor.report import Finding
 from megarl.common import megatron_versions
 
 LOCKS = Path(__file__).resolve().parents[3] / "requirements"
-NEVER_IMPORTED = ("build_backend.py",)  # FlashInfer's and torch-c-dlpack-ext's, by which they build themselves
+NEVER_IMPORTED = ("build_backend.py",)  # build scripts of FlashInfer and torch-c-dlpack-ext
 # Packages that every run needs; torch and vLLM depend on the device path and are checked separately.
 ESSENTIAL = ("megatron-core", "ray", "TransferQueue", "transformers", "tokenizers", "tensordict", "math-verify")
 
@@ -54,9 +54,9 @@ def package_findings(cuda: bool) -> Iterator[Finding]:
 
 
 def overwritten_finding(setup: str, path: Sequence[str] = tuple(sys.path)) -> Finding:
-    """Return whether distributions own the same file with different content: the last installed one has won.
+    """Warn if distributions own the same file with different content: the last installed one wins.
 
-    `path`: the directories of distributions. pip and `pip check` do not notice.
+    `path`: the directories of distributions. `pip check` does not report this.
     """
     owners: dict[str, dict[str, str]] = {}
     for each in distributions(path=list(path)):
@@ -67,7 +67,7 @@ def overwritten_finding(setup: str, path: Sequence[str] = tuple(sys.path)) -> Fi
     pairs = Counter(" and ".join(sorted(of)) for of in owners.values() if len(set(of.values())) > 1)
     what = "files of packages"
     if not pairs:
-        return Finding("ok", what, "no package has overwritten a file of another")
+        return Finding("ok", what, "no package overwrote files of another")
     listed = ", ".join(f"{names} ({count})" for names, count in sorted(pairs.items()))
     return Finding("warn", what, f"owned by two packages with different content: {listed}", f"uninstall both, {setup}")
 
@@ -87,7 +87,7 @@ def _lock_findings(name: str, setup: str) -> Iterator[Finding]:
 
 
 def compare_lock(text: str) -> tuple[list[str], list[str]]:
-    """Compare the lines `name==version` of a lock file with what is installed.
+    """Compare the lines `name==version` of a lock file with the installed versions.
 
     Returns a list of `name installed != locked` and a list of the names that are missing.
     """
@@ -106,11 +106,11 @@ def compare_lock(text: str) -> tuple[list[str], list[str]]:
 
 
 def kernel_finding(environment: Mapping[str, str] = os.environ) -> Finding:
-    """Return whether FlashInfer's precompiled kernels fit, and what vLLM does without them.
+    """Check that FlashInfer's precompiled kernels match, and report what vLLM does without them.
 
     vLLM 0.32.0 (utils/flashinfer.py `has_flashinfer`, config/vllm.py `enable_allreduce_rms_fusion`): without the
-    package flashinfer-cubin it uses FlashInfer if it finds nvcc and ninja, and FlashInfer then downloads and compiles
-    kernels while an engine starts. With kernels of another version FlashInfer fails at its import.
+    package flashinfer-cubin it uses FlashInfer if it finds nvcc and ninja; FlashInfer then downloads and compiles
+    kernels while an engine starts. FlashInfer cannot be imported with kernels of another version.
     """
     what, library = "FlashInfer kernels", installed_version("flashinfer-python")
     found = {name: installed_version(name) for name in ("flashinfer-cubin", "flashinfer-jit-cache")}
@@ -134,7 +134,7 @@ def kernel_finding(environment: Mapping[str, str] = os.environ) -> Finding:
 
 
 def _nvcc(environment: Mapping[str, str]) -> bool:
-    """Return whether FlashInfer would find nvcc, in the order in which it looks."""
+    """Return whether FlashInfer would find nvcc; searches in the same order."""
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     on_path = shutil.which("nvcc", path=environment.get("PATH"))
     home = home or (str(Path(on_path).parents[1]) if on_path else "/usr/local/cuda")

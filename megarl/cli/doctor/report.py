@@ -1,4 +1,4 @@
-"""The report of `megarl doctor`: findings, each with a level and, where something is wrong, with what to do."""
+"""The report of `megarl doctor`: findings, each with a level and, if something is wrong, a fix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `fail` means that a run could not start; `fix` says what to do."""
+    """One line of the report. `fail`: a run could not start. `fix`: what to do about it."""
 
     level: Level
     what: str

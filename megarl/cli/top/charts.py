@@ -1,4 +1,4 @@
-"""Numbers, sparklines and bars as text of a terminal. Pure."""
+"""Numbers, sparklines and bars as text for a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MISSING = "-"
 
 
 def number(value: float, style: str = "compact") -> str:
-    """Return a value by a format specification, `compact` or `time`; `-` for NaN."""
+    """Format a value by a format specification, `compact` or `time`; `-` for NaN."""
     if math.isnan(value):
         return MISSING
     if math.isinf(value):
@@ -25,30 +25,30 @@ def number(value: float, style: str = "compact") -> str:
 
 
 def percent(value: float) -> str:
-    """Return a share in percent with three digits, one below 0.05% as 0%; `-` for NaN."""
+    """Return a share in percent with three digits, below 0.05% as 0%; `-` for NaN."""
     if not math.isfinite(value):
         return MISSING
     return f"{100 * value:.3g}%" if abs(value) >= 0.0005 else "0%"
 
 
 def thinned(values: Sequence[float], width: int) -> list[float]:
-    """Return at most `width` values: the means of neighbouring ones, those that are NaN left out."""
+    """Return at most `width` values: means of neighboring ones, without NaN."""
     if len(values) <= width:
         return list(values)
     edges = [len(values) * index // width for index in range(width + 1)]
     parts = ([v for v in values[low:high] if math.isfinite(v)] for low, high in itertools.pairwise(edges))
-    # Each is divided before they are added, because the sum of large values may be no float.
+    # Divide before adding: the sum of large values may overflow.
     return [math.fsum(v / len(part) for v in part) if part else math.nan for part in parts]
 
 
 def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
-    """Return a line of at most `width` characters, from the lowest to the highest value; a blank where none is."""
+    """Return a line of at most `width` characters, from the lowest to the highest value; a blank for NaN."""
     shown = thinned(values, width)
     finite = [value for value in shown if math.isfinite(value)]
     if not finite:
         return ""
     low, high = min(finite), max(finite)
-    scale = 1.0 if math.isfinite(high - low) else 0.5  # so that the difference of the largest floats is one
+    scale = 1.0 if math.isfinite(high - low) else 0.5  # the difference of the largest floats overflows
     span = high * scale - low * scale
     steps = len(blocks) - 1
 

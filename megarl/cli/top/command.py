@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WIDTH = 100  # characters without a terminal
 HEIGHT = 60  # lines of `--once`, and without a terminal
-START_S = 60  # from the start of a run until it has a directory, at most
+START_S = 60  # longest wait for the directory of a run that has just started
 END_KEYS = set("qQ\x03\x04")
 
 
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _wait_for(run_dir: Path) -> None:
-    """Give a run that was just started the time to make its directory."""
+    """Wait for the directory of a run that has just started."""
     for second in range(START_S):
         if run_dir.is_dir():
             return
@@ -72,7 +72,7 @@ def _wait_for(run_dir: Path) -> None:
 
 
 def _watch(watch: RunWatch, console: Console, interval_s: float) -> None:
-    """Show the run until a key, a signal or the end of the terminal ends it; the terminal is as before afterwards."""
+    """Show the run until a key, a signal or the end of the terminal ends it; then restore the terminal."""
     from rich.live import Live
 
     from megarl.cli.top.screen import Screen
@@ -89,9 +89,9 @@ def _watch(watch: RunWatch, console: Console, interval_s: float) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that returns the keys pressed, as soon as there are any, or nothing after so many seconds.
+    """Yield a function that returns pressed keys as soon as there are any, or nothing after the given seconds.
 
-    It raises EOFError when the terminal has gone. Without a terminal at stdin there are no keys.
+    It raises EOFError when the terminal is gone. Without a terminal at stdin there are no keys.
     """
     if sys.stdin is None or not sys.stdin.isatty():
         yield _nothing_after

@@ -1,4 +1,4 @@
-"""The state of a run that `megarl top` shows, and the watch that reads it again and again from the run's files."""
+"""The state of a run that `megarl top` shows, and the watch that reads it from the run's files."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megarl.telemetry.trace.files import EventTail, RunEvent
 
 StepRow = dict[str, float | None]
 
-TAIL_BYTES = 4 << 20  # of each part of metrics.jsonl that are read: some hundred steps
+TAIL_BYTES = 4 << 20  # read from the end of each part of metrics.jsonl: some hundred steps
 MOST_ROWS = 512
-IS_STEP = "time/step"  # which a line of a step has, and one of an evaluation has not
+IS_STEP = "time/step"  # lines of steps have it, lines of evaluations do not
 MOST_FAULTS = 2000  # events that are kept
-LOADS_S = 120.0  # for which the load that an engine has reported is shown
+LOADS_S = 120.0  # how long the load that an engine reported is shown
 _ROW = msgspec.json.Decoder(StepRow)
 _REPLICA = "rollout/replica_tokens_per_second/"
 
@@ -37,15 +37,14 @@ _REPLICA = "rollout/replica_tokens_per_second/"
 def recent_rows(path: Path) -> list[StepRow]:
     """Return the newest rows of metrics.jsonl, the oldest first: those at the end of its two newest parts.
 
-    A line that is being written, or in whose middle reading begins, is left out. Of steps that a resumed run has done
-    again, those of the later start are returned. Raises OSError.
+    Skips incomplete lines. Of steps that a resumed run repeated, only the later rows are returned. Raises OSError.
     """
     rows: deque[StepRow] = deque(maxlen=MOST_ROWS)
     for _, part in rotating_lines.parts(path)[-2:]:
         for _, row in read_json_lines(part, _ROW, max(0, part.stat().st_size - TAIL_BYTES)):
             if row.get("step") is None:
                 continue
-            # An evaluation has the step after which it is written, so it follows the line of that step.
+            # An evaluation has the same step as the line before it.
             step = row["step"] or 0.0
             while rows and ((last := rows[-1]["step"] or 0.0) > step or (last == step and IS_STEP in row)):
                 rows.pop()
@@ -100,7 +99,7 @@ class RunView:
         return [_number(row, name) for row in list(self.steps)[-most:]]
 
     def share(self, parts: Sequence[str], whole: str, most: int) -> float:
-        """Return the share of the sums over the newest `most` steps; NaN without a whole."""
+        """Return the sum of `parts` over the sum of `whole` in the newest `most` steps; NaN without a whole."""
         total = _sum(self.series(whole, most))
         return sum(_sum(self.series(part, most)) for part in parts) / total if total else math.nan
 
@@ -119,7 +118,7 @@ class RunView:
 
     @property
     def step(self) -> int:
-        """The newest step that is done."""
+        """The newest finished step."""
         value = self.value("step")
         return int(value) if math.isfinite(value) else 0
 
@@ -130,7 +129,7 @@ class RunView:
 
     @property
     def eta_s(self) -> float:
-        """Seconds to the end of the run, as its newest step has estimated it; NaN if it does not run."""
+        """Seconds to the end of the run, as its newest step estimated them; NaN if it is not running."""
         if self.status not in ("running", "silent"):
             return math.nan
         return max(0.0, self.value("time/eta") - self.since_step_s)
@@ -174,7 +173,7 @@ class RunWatch:
         )  # fmt: skip
 
     def _read_rows(self) -> None:
-        """Read metrics.jsonl if it has changed; one that cannot be read now says nothing."""
+        """Read metrics.jsonl if it has changed; keep the old rows if it cannot be read."""
         path = self._run_dir / "metrics.jsonl"
         with suppress(OSError):
             facts = path.stat()
@@ -182,7 +181,7 @@ class RunWatch:
                 self._rows, self._rows_of = recent_rows(path), now
 
     def _advice(self, steps: Sequence[StepRow], layout: GpuLayout | None) -> Sequence[str]:
-        """Return the titles of what `megarl report` would advise of these steps; looked for once per new step."""
+        """Return the titles of `megarl report`'s advisories on these steps; computed once per new step."""
         if steps and steps[-1] is not self._advised:
             self._advised = steps[-1]
             found = advise(metrics_of(steps), layout, f"over the newest {len(steps)} steps")
@@ -201,7 +200,7 @@ class RunWatch:
 
 
 def _described(run_dir: Path) -> tuple[str, int, GpuLayout | None]:
-    """Return name, planned steps and GPUs of a run; its directory's name, 0 and None if its config is not there."""
+    """Return name, planned steps and GPUs of a run; its directory's name, 0 and None without a readable config."""
     try:
         tree = yaml.load((run_dir / "config.yaml").read_text(encoding="utf-8"), Loader=_LOADER)
         return str(tree["run"]["name"]), int(tree["run"]["steps"]), layout_of(tree, read_start(run_dir))

@@ -1,4 +1,4 @@
-"""Puts the parts on a screen of a given size: two columns if there is room, the most important ones if not."""
+"""Lays out the parts on a screen: two columns if there is room, else the most important parts in one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.cli.top.screen_parts import ScreenPart, Signs
 TWO_COLUMNS = 96  # characters from which there are two
 GAP = 2
 FEWEST_LINES = 2  # of faults and notices each, with their titles
-INDENT = 9  # of what follows the time of a fault or notice
+INDENT = 9  # of the text after the time of a fault or notice
 MOST_LINES = 4  # of one fault or notice
 HINT = "q or Ctrl-C: end"
 
@@ -66,7 +66,7 @@ def _one_column(view: RunView, width: int, room: int, signs: Signs) -> list[Text
 
 
 def _events(view: RunView, width: int, room: int, signs: Signs, console: Console) -> list[Text]:
-    """Return faults and notices in `room` lines: what one does not need, the other may have."""
+    """Return faults and notices in `room` lines: each may use the lines that the other does not need."""
     faults, notices = (
         _lines(_wrapped(make(view, width, signs), width, console), width, signs)
         for make in (screen_parts.faults, screen_parts.notices)
@@ -77,7 +77,7 @@ def _events(view: RunView, width: int, room: int, signs: Signs, console: Console
 
 
 def _wrapped(section: ScreenPart, width: int, console: Console) -> ScreenPart:
-    """Return a section whose long lines are several, `MOST_LINES` at most, all but the first one indented."""
+    """Wrap the long lines of a section to `MOST_LINES` at most, all but the first indented."""
     lines = []
     for line in section.lines:
         first, *more = line.wrap(console, width - INDENT) if line.cell_len > width else [line]

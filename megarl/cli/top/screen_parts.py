@@ -1,4 +1,4 @@
-"""The parts of the screen of `megarl top`: each is a title and lines of text, made from a `RunView`. Pure."""
+"""The parts of the screen of `megarl top`: each is a title and lines of text, made from a `RunView`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megarl.telemetry.metrics.timer import PHASES
 RECENT = 20  # steps over which waiting is averaged
 TREND = 60  # steps of a sparkline
 LABEL = 10  # characters of a line's name
-SLOW = 6.0  # times its median is what a step may take before its wait is marked
-IDLE = 0.3  # share of a side that is marked
-FULL = 0.95  # share of a KV cache that is marked
+SLOW = 6.0  # a step that takes this many times the median is marked
+IDLE = 0.3  # idle share from which a side is marked
+FULL = 0.95  # share of a KV cache in use from which it is marked
 _STATUS_STYLE = {
     "running": "green", "starting": "green", "finished": "bold green", "preempted": "yellow", "silent": "yellow",
     "failed": "bold red", "ended": "bold red", "unknown": "red",
@@ -32,7 +32,7 @@ _STATUS_STYLE = {
 
 @dataclass(frozen=True)
 class ScreenPart:
-    """One part of the screen; `empty` if it has nothing to say, so that it may be left out."""
+    """One part of the screen. `empty`: it has no content, and may be left out."""
 
     title: str
     lines: Sequence[Text]
@@ -50,12 +50,12 @@ class Signs:
 
     @classmethod
     def of(cls, encoding: str) -> Signs:
-        """Return the signs that an encoding has."""
+        """Return the characters that an encoding has."""
         return cls() if encoding.lower().startswith("utf") else cls(ASCII_BLOCKS, "#", ".", "-")
 
 
 def head(view: RunView, width: int, signs: Signs) -> list[Text]:
-    """Return the lines above all sections: how far the run is, and the titles of what is advised, if anything is."""
+    """Return the lines above all sections: the progress of the run, and the titles of advisories, if any."""
     first = Text.assemble((_plain(view.name), "bold"), "  ", (view.status, _STATUS_STYLE.get(view.status, "")))
     if view.reason:
         first.append(f"  {_plain(view.reason)}", "yellow")
@@ -128,7 +128,7 @@ def evaluation(view: RunView, width: int, signs: Signs) -> ScreenPart:
 
 
 def update(view: RunView, width: int, signs: Signs) -> ScreenPart:
-    """Return the measurements that show whether the update is sound."""
+    """Measurements that show whether the update is healthy."""
     kl, name = view.value("policy/kl_ref"), "kl to ref"
     if math.isnan(kl):
         kl, name = view.value("policy/approx_kl"), "kl"
@@ -168,7 +168,7 @@ def throughput(view: RunView, width: int, signs: Signs) -> ScreenPart:
 
 
 def waiting(view: RunView, width: int, signs: Signs) -> ScreenPart:
-    """For how much of the newest steps each side had nothing to do, and where the time of the last step went."""
+    """The idle share of each side over the newest steps, and the phases of the last step."""
     room = max(4, min(20, width - LABEL - 22))
     lines = []
     idle = view.share(("time/generate", "time/drain"), "time/step", RECENT)
@@ -202,7 +202,7 @@ def rollout(view: RunView, width: int, signs: Signs) -> ScreenPart:
 
 
 def _engines(view: RunView) -> list[Text]:
-    """Return the lines of KV cache and requests: what engines say now, else the peaks of the newest step."""
+    """Return the lines of KV cache and requests: the current loads of engines, else the peaks of the newest step."""
     if view.loads:
         usage = {index: load.kv_usage for index, load in view.loads.items()}
         low, high = min(usage, key=usage.__getitem__), max(usage, key=usage.__getitem__)
@@ -229,7 +229,7 @@ def _workers(view: RunView) -> str:
 
 
 def faults(view: RunView, width: int, signs: Signs) -> ScreenPart:
-    """The newest faults with their outcome, and what the metrics count."""
+    """The newest faults with their outcome, and the counts of the metrics."""
     lines = []
     for fault in reversed(view.faults):
         kind = "" if fault.is_alarm else f"{fault.kind}: "  # its text begins with the word
@@ -267,7 +267,7 @@ def _trend(
     view: RunView, name: str, metric: str, width: int, signs: Signs, *, more: str = "",
     show: Callable[[float], str] = number,
 ) -> Text:  # fmt: skip
-    """Return a line with a metric's newest value, the steps since then if it is an older one, and its sparkline."""
+    """Return a line with a metric's newest value, its age in steps if it is older, and its sparkline."""
     newest, ago = view.newest(metric, RECENT)
     value = f"{show(newest)}{more}" + (f" ({ago} ago)" if ago else "")
     return _chart(name, value, view.series(metric, TREND), width, signs)
@@ -284,13 +284,13 @@ def _chart(name: str, value: str, series: Sequence[float], width: int, signs: Si
 
 
 def _plain(text: str) -> str:
-    """Return a text as one line that controls no terminal."""
+    """Return a text as one line without control characters."""
     return " ".join(printable(text).split())
 
 
 def _clock(at: float, now: float, always: str = "") -> str:
-    """Return the time of day, or the date if it is long ago, or by the format `always`; blanks if it is not known."""
+    """Return the time of day, or the date if it is long ago, or by the format `always`; blanks if it is unknown."""
     try:
         return time.strftime(always or ("%H:%M:%S" if now - at < 86400 else "%m-%d %H:%M"), time.localtime(at))
-    except (ValueError, OverflowError, OSError):  # NaN, or no time that a clock can show
+    except (ValueError, OverflowError, OSError):  # NaN, or out of range
         return " " * 8

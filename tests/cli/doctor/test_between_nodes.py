@@ -121,7 +121,7 @@ def test_an_unknown_interface_is_a_mistake_of_the_user(
 def test_a_hanging_probe_is_ended_and_its_stage_reported() -> None:
     code = 'print(\'{"stage": "all-reduce"}\', flush=True); import time; time.sleep(600)'
     outcome = run_probe([sys.executable, "-c", code], environment(), 5.0)
-    assert outcome == Outcome({}, "all-reduce: no end within 5 s")
+    assert outcome == Outcome({}, "all-reduce: did not finish within 5 s")
 
 
 def test_a_probe_that_fails_tells_its_error() -> None:
@@ -151,7 +151,7 @@ def test_gpus_add_nccl(configured: bool) -> None:
 
 
 WORKS, SLOW = Outcome({"all-reduce": 2.0}), Outcome({"all-reduce": 0.5})
-BROKEN = Outcome({}, "connect: no end within 5 s")
+BROKEN = Outcome({}, "connect: did not finish within 5 s")
 
 
 def path(required: bool = True) -> PathToTry:
@@ -161,7 +161,7 @@ def path(required: bool = True) -> PathToTry:
 def test_a_path_that_a_run_uses_fails_the_command_and_another_one_does_not() -> None:
     members = [member("node-a"), member("node-b")]
     needed = summary(members, [(path(), [WORKS, BROKEN])])
-    assert not needed["can_start"] and "node-b at connect: no end within 5 s" in render(needed)
+    assert not needed["can_start"] and "node-b at connect: did not finish within 5 s" in render(needed)
     assert "fail" in render(needed) and "the nodes cannot run together" in render(needed)
     other = summary(members, [(path(), [WORKS, WORKS]), (path(required=False), [BROKEN, BROKEN])])
     assert other["can_start"] and "-  warn" in render(other)

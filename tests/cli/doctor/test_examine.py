@@ -77,8 +77,8 @@ def test_doctor_fails_where_the_config_needs_the_sandbox(
 @pytest.mark.parametrize(
     ("given", "reported"),
     [
-        (["--installation", "--config", "x.yaml"], "leave one out"),
-        (["reward.function=code"], "give it with --config"),
+        (["--installation", "--config", "x.yaml"], "drop one"),
+        (["reward.function=code"], "add --config FILE"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )

@@ -113,7 +113,7 @@ def test_tests_run_as_their_form_means(row: dict[str, object], count: int) -> No
     ("row", "message"),
     [
         ({}, "needs the field `tests`"), ({"tests": 5}, "needs the field"), ({"tests": []}, "needs the field"),
-        ({"tests": ""}, "no statement"), ({"tests": "assert ("}, "no Python"), ({"tests": ["def"]}, "no Python"),
+        ({"tests": ""}, "no statement"), ({"tests": "assert ("}, "not Python"), ({"tests": ["def"]}, "not Python"),
         ({"tests": ["assert f()", "# later"]}, "number 1 of the row's `tests` has no statement"),
         ({"tests": CHECK}, "entry_point"), ({"tests": "x = f(1)\nprint(x)"}, "never assert"),
         ({"tests": "def test_a(x):\n    assert f(x)"}, "arguments of a test runner"),

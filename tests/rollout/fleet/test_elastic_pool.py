@@ -121,7 +121,7 @@ async def test_a_removed_replica_ends_after_the_publication_that_is_being_made()
     fleet = fleet_of(replicas)
     pool = Pool(fleet)
     await fleet.begin_sync()
-    assert "ends with the publication" in await pool.elastic.remove(1)
+    assert "ends after the current publication" in await pool.elastic.remove(1)
     await asyncio.sleep(2 * elastic_pool.LOOK_S)
     assert fleet.members == [0, 1] and pool.ended == []
     fleet.admit_joining()
@@ -345,7 +345,7 @@ async def test_before_the_trainer_has_begun_nothing_is_changed() -> None:
     pool = Pool(fleet)
     pool.elastic._has_trainer = False
     for change in (pool.elastic.drain, pool.elastic.undrain, pool.elastic.remove, pool.elastic.add):
-        with pytest.raises(RolloutError, match="the trainer has not begun to use the pool"):
+        with pytest.raises(RolloutError, match="the trainer does not use the pool"):
             await change(1)
     assert fleet.serving == [0, 1] and not pool.ended
 
@@ -366,7 +366,7 @@ async def test_a_replica_of_the_publication_in_which_the_old_controller_died_end
     fleet = fleet_of({0: FakeReplica(0), 1: FakeReplica(1)})
     await fleet.take_over(in_sync=True)
     pool = Pool(fleet)
-    assert "its engine ends with the publication" in await pool.elastic.remove(1)
+    assert "its engine ends after the current publication" in await pool.elastic.remove(1)
     await asyncio.sleep(0.05)
     assert fleet.members == [0, 1] and not pool.ended
     fleet.admit_joining()

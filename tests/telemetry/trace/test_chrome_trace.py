@@ -176,4 +176,4 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         assert message in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert main(["trace", str(tmp_path / "empty")]) == 2
-    assert "has no events: the run was made with telemetry.events_mib=0" in capsys.readouterr().err
+    assert "has no events: the run has telemetry.events_mib=0" in capsys.readouterr().err
