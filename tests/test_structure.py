@@ -108,7 +108,7 @@ BOUNDED_ELSEWHERE = {
     "environments/env_client.py:EnvironmentClient._ask": "`health`, or the time limit of an attempt in the harness",
     "environments/env_client.py:EnvironmentServer.close": "the process, which was killed",
     "environments/env_client.py:EnvironmentServer._connected": "whoever holds the lock, START_S",
-    "environments/env_client.py:EnvironmentServer._tell_end": "nobody but `close`, which kills the process",
+    "environments/env_client.py:EnvironmentServer._report_end": "nobody but `close`, which kills the process",
     "sandbox/runner.py:Sandbox.run": "the program, its time limit",
     "tools/process_tool.py:ProcessTool.close": "`ProcessTool._end`, CLOSE_S and JOIN_S",
     "tools/process_worker.py:_awaited": "the process that has called, which kills this one at the tool's time limit",

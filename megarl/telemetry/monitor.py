@@ -1,8 +1,8 @@
-"""The state machine of alarms: the values of a step in, alarms out. Pure: no clock, no processes.
+"""The state machine of alarms: takes the values of a step, returns alarms. Uses no clock and no processes.
 
-A rule is judged once a step for each subject (the run, or a replica) with a known value. After `patience` judged steps
-in a row beyond the threshold an alarm begins. It ends when the value is better than the threshold by the hysteresis;
-until then every step beyond the threshold is an alarm, without patience.
+A rule is judged once a step for each subject (the run, or a replica) with a known value. An alarm begins after
+`patience` judged steps in a row beyond the threshold. It ends when the value is better than the threshold by the
+hysteresis; until then every step beyond the threshold is an alarm, without patience.
 """
 
 from __future__ import annotations
@@ -14,12 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.schema.monitor import Side
-
-# Finds the replica whose log-probs differ from the trainer's by more than those of the others, at equal lag. Pure.
-#
-# Tokens of older weights differ more, and a slow replica has more of them. So a replica's expected gap is that of the
-# others at its own lags, weighted with its own tokens (direct standardisation). The median of the others counts, so a
-# second faulty replica does not hide the first.
 
 Means = tuple[int, float]  # (tokens, mean |engine - trainer| of them)
 
@@ -41,9 +35,12 @@ class ReplicaGap:
 
 
 def compare_replicas(by_replica: Mapping[int, Mapping[int, Means]], min_tokens: int) -> dict[int, ReplicaGap]:
-    """Return the comparison of each replica with `min_tokens` tokens at lags where another has as many.
+    """Compare the log-prob gap of each replica to the trainer with that of the others, at equal lags.
 
-    `by_replica[replica][lag]`: its tokens of that lag.
+    Tokens of older weights differ more, and a slow replica has more of them. So a replica's expected gap is the median
+    of the others at its own lags, weighted with its own tokens (direct standardization). With the median, a second
+    faulty replica does not hide the first. `by_replica[replica][lag]`: its tokens of that lag. Returns the replicas
+    with `min_tokens` tokens at lags where another has as many.
     """
     found = {}
     for replica, own in by_replica.items():
@@ -113,7 +110,7 @@ class Alarm:
 
     @property
     def text(self) -> str:
-        """The alarm in words, without what is done."""
+        """The alarm in words, without its action."""
         of = "" if self.subject == RUN else f" of replica {self.subject}"
         steps = "in this step" if self.steps == 1 else f"for {self.steps} steps"
         return (
@@ -124,12 +121,12 @@ class Alarm:
 
 @dataclass
 class _Track:
-    steps: int = 0  # judged, in a row, beyond the threshold
+    steps: int = 0  # judged steps in a row beyond the threshold
     active: bool = False
 
 
 class Monitor:
-    """Judges readings. Its state grows only with the number of subjects that are beyond a threshold."""
+    """Judges readings. Keeps state only for subjects beyond a threshold."""
 
     def __init__(self, rules: Sequence[AlarmRule]) -> None:
         self.rules = {rule.name: rule for rule in rules}
@@ -138,8 +135,7 @@ class Monitor:
     def judge(self, readings: Sequence[Reading]) -> list[Alarm]:
         """Judge the values of one step and return the alarms, in the order of the readings.
 
-        NaN, and values of rules that do not exist, are not judged. Each rule must have at most one reading for each
-        subject; raises ValueError for a second one.
+        Skips NaN and values of unknown rules. Raises ValueError for a second reading of one rule and subject.
         """
         known = [each for each in readings if each.rule in self.rules and not math.isnan(each.value)]
         places = [(each.rule, each.subject) for each in known]
@@ -165,11 +161,11 @@ class Monitor:
 
     @property
     def active(self) -> list[tuple[str, int]]:
-        """The rules and subjects that are in alarm, sorted."""
+        """The rules and subjects in alarm, sorted."""
         return sorted(place for place, track in self._tracks.items() if track.active)
 
     def forget(self, subject: int) -> None:
-        """Restart judging a replica: a new engine has its index."""
+        """Forget the state of a replica, because a new engine has its index."""
         self._tracks = {place: track for place, track in self._tracks.items() if place[1] != subject}
 
     def state_dict(self) -> list[dict[str, Any]]:

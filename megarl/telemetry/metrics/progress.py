@@ -24,7 +24,7 @@ class Column:
     style: str = ".3f"
 
     def cell(self, values: Mapping[str, float]) -> str:
-        """Return the value of this column, right-aligned; `-` if the metric is missing, stars if there is no room."""
+        """Return the value of this column, right-aligned; `-` if it is missing, stars if it does not fit."""
         value = values.get(self.metric)
         if value is None or not math.isfinite(value):
             return ("-" if value is None else str(value)).rjust(self.width)
@@ -37,7 +37,7 @@ class Column:
 
 
 ACCURACY = "reward/accuracy"
-WINDOW = 20  # steps for the speed of rollout: tokens and seconds of one step belong to different responses
+WINDOW = 20  # steps over which rollout speed is averaged: tokens and seconds of one step are of different responses
 ROLLOUT_SPEED = "perf/rollout_tokens_per_second"
 KL_OLD = Column("kl old", "policy/approx_kl", 7, ".1e")
 KL_REFERENCE = Column("kl ref", "policy/kl_ref", 7, ".1e")
@@ -60,12 +60,12 @@ LIVE = ("reward/mean", ACCURACY, ROLLOUT_SPEED, "perf/trainer_tokens_per_second"
 
 
 def are_graded(steps: Iterable[Mapping[str, float | None]]) -> bool:
-    """Return whether any of these steps has rewards other than right or wrong, and so a mean instead of an accuracy."""
+    """Return whether any of these steps has rewards besides 0 and 1, and so no accuracy."""
     return any(values.get("reward/mean") is not None and values.get(ACCURACY) is None for values in steps)
 
 
 def rollout_speed(steps: Iterable[Mapping[str, float | None]]) -> float:
-    """Return the response tokens per second of all engines over steps, by the seconds in which they ran; or NaN."""
+    """Return the response tokens per second of all engines over steps, weighted by engine seconds; NaN without any."""
     pairs = [(values.get(ROLLOUT_SPEED), values.get("rollout/engine_seconds")) for values in steps]
     known = [(speed, seconds) for speed, seconds in pairs if speed is not None and seconds is not None]
     if total := sum(seconds for _, seconds in known):
@@ -76,10 +76,9 @@ def rollout_speed(steps: Iterable[Mapping[str, float | None]]) -> float:
 class Progress:
     """Prints the progress of a run of `steps` steps to `stream`, with a live line if that is a terminal.
 
-    `reference`: the run has a reference policy, and the KL to it is shown in place of that to the old policy. The speed
-    of rollout is over the newest `WINDOW` steps. Accuracy is not shown from the first step with graded rewards on.
-
-    Nothing else may write to `stream` between two calls. Several threads may call it.
+    `reference`: show the KL to the reference policy instead of the KL to the old policy. Rollout speed is over the
+    newest `WINDOW` steps. Accuracy disappears with the first step of graded rewards. Nothing else may write to
+    `stream` between two calls. Thread-safe.
     """
 
     def __init__(self, stream: TextIO, steps: int, *, reference: bool = False) -> None:
@@ -90,7 +89,7 @@ class Progress:
         self._printed = 0
         self._live = False
         self._lock = threading.Lock()
-        self._newest = ""  # the part of the live line that shows the last step
+        self._newest = ""  # the last step, as the live line shows it
         self._tty = stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
@@ -122,7 +121,7 @@ class Progress:
     def status(self, text: str) -> None:
         """Replace the live line, on a terminal only: the current activity and a summary of the last step."""
         if self._tty:
-            # A line longer than the terminal would wrap and could not be replaced.
+            # A longer line would wrap and could not be replaced.
             line = (text + self._newest)[: shutil.get_terminal_size().columns - 1]
             with self._lock:
                 self._stream.write(f"\r\x1b[2K{line}")

@@ -1,7 +1,7 @@
 """The declaration of a metric, the registry that refuses undeclared names, and the collector of a step's values.
 
-A reducer defines how the values that were recorded under one name during a step (by mini-batches, ranks, groups, ...)
-are combined into one number. It is declared and never derived from the name.
+A reducer combines the values recorded under one name during a step (by mini-batches, ranks, groups, ...) into one
+number. It is declared and never derived from the name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_MATCHED = 4096  # cached names of templates; more than a run's replicas and
 
 
 class UndeclaredMetricError(KeyError):
-    """A metric was recorded under a name that no table of `declarations/` has."""
+    """A metric was recorded under a name that `declarations/` does not have."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -74,7 +74,7 @@ class Registry:
         yield from (metric for _, metric in self._templates)
 
     def lookup(self, name: str) -> Metric:
-        """Return the declaration of `name`; raises UndeclaredMetricError that suggests similar declared names."""
+        """Return the declaration of `name`; raises UndeclaredMetricError, which suggests similar names."""
         metric = self._exact.get(name) or self._match(name)
         if metric is None:
             near = difflib.get_close_matches(name, self._exact, n=3, cutoff=0.5)

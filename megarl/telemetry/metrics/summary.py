@@ -74,7 +74,7 @@ class RunSummary:
             self._logprob["last"] = measured
 
     def evaluation(self, label: str, greedy: float, sampled: float, n: int, reward_errors: int = 0) -> None:
-        """Record the mean scores of the first set over `n` problems, and the responses without a reward.
+        """Record the mean scores of the first set over `n` problems, and the number of responses without a reward.
 
         `label`: `before` (the first step), `after` (the last step), or any other.
         """

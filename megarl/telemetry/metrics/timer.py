@@ -1,4 +1,4 @@
-"""Measures the time of a step by phases that never overlap and add up to the wall time of the step."""
+"""Measures the time of a step by phases, which do not overlap and add up to the wall time of the step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PhaseTimer:
         clock: Callable[[], float] = time.perf_counter,
         on_phase: Callable[[Phase, float, float], object] = lambda name, begin, end: None,
     ) -> None:
-        """`on_phase`: gets each phase at its end, with its beginning and end by the clock; phases inside it count."""
+        """`on_phase`: called with each phase at its end, its begin and end by the clock; includes inner phases."""
         self._clock, self._on_phase = clock, on_phase
         self._seconds: dict[str, float] = {}
         self._stack: list[str] = []
@@ -46,10 +46,9 @@ class PhaseTimer:
     def finish_step(self, engine_seconds: float = 0.0) -> dict[str, float]:
         """Close the step, start the next one, and return the `time/*` metrics.
 
-        `engine_seconds` is the wall time in which an engine ran since the previous batch. Overhead is the time outside
+        `engine_seconds`: wall time in which an engine ran since the previous batch. Overhead is the time outside
         engine, log-prob, update and sync time: queue, rewards, Ray, the loop itself. If engines run while the trainer
-        works, only the engine time for which the trainer waited, for a batch or for running responses to end, is
-        subtracted. Raises RuntimeError inside a phase.
+        works, only the engine time for which the trainer waited is subtracted. Raises RuntimeError inside a phase.
         """
         if self._stack:
             raise RuntimeError(f"the step ends inside phase {self._stack[-1]!r}")

@@ -1,8 +1,8 @@
-"""Logs to an MLflow tracking server. The locked requirements do not contain the package; the user has to install it.
+"""Logs to an MLflow tracking server. The locked requirements do not contain the package; the user must install it.
 
-A resumed run continues the same run there. RUN_DIR/mlflow.json has an id chosen before any request; MLflow's run has it
-as a tag and is found by it, even if the answer that it was created has never arrived. Steps that are done again appear
-twice, with the later time.
+A resumed run continues the same MLflow run. RUN_DIR/mlflow.json has an id chosen before any request. MLflow's run is
+tagged with it and found by it, even if the response to its creation was lost. Repeated steps appear twice, with
+different times.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 MLFLOW_FILE = "mlflow.json"
 ID_TAG = "megarl.run"
-# Of the server, per request (mlflow.utils.validation); the length of a parameter is that of servers before 2.0.
+# Limits of the server per request (mlflow.utils.validation); the length of a parameter is that of servers before 2.0.
 _MOST_METRICS, _MOST_PARAMETERS, _LONGEST_PARAMETER, _LONGEST_KEY = 1000, 100, 500, 250
-_MOST_KEYS = 4096  # names of metrics whose keys are kept; every step has the same ones
-# Unless the user has set them. The sink resends on its own, and learns of a failed request only when MLflow gives up.
+_MOST_KEYS = 4096  # cached names of metrics; every step has the same ones
+# Unless the user has set them. The sink resends by itself, and sees a failed request only when MLflow gives up.
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # s; 120 by default
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # 7 by default, with pauses of minutes
@@ -47,7 +47,7 @@ class MlflowSink(RemoteSink):
 
     def __init__(self, config: Config) -> None:
         """Raises ValueError if MLflow is not installed."""
-        # Half of the time in which all sinks must close; the others have the rest.
+        # Half of the time in which all sinks must close.
         super().__init__(config.timeouts.shutdown_s / 2)
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -106,7 +106,7 @@ class MlflowSink(RemoteSink):
         return client
 
     def _experiment(self, client: MlflowClient, name: str) -> str:
-        """Return the id of an experiment, which is created if there is none."""
+        """Return the id of an experiment; create it if there is none."""
         if (found := client.get_experiment_by_name(name)) is not None:
             return str(found.experiment_id)
         try:
@@ -114,17 +114,17 @@ class MlflowSink(RemoteSink):
         except self._mlflow.MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-            return str(client.get_experiment_by_name(name).experiment_id)  # another run was faster
+            return str(client.get_experiment_by_name(name).experiment_id)  # another run has just created it
 
 
 @lru_cache(_MOST_KEYS)
 def key_of(name: str) -> str:
-    """Return the name of a metric in MLflow: `pass@8` is `pass_at_8`, and a sign that MLflow refuses is `_`."""
+    """Return the name of a metric in MLflow: `pass@8` is `pass_at_8`; characters that MLflow refuses become `_`."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)[:_LONGEST_KEY]
 
 
 def parameters_of(settings: JsonValue) -> dict[str, str]:
-    """Return the leaves of a config by dotted key, long values cut."""
+    """Return the leaves of a config by dotted key, with long values cut."""
     return {
         key_of(key): (value if isinstance(value, str) else json.dumps(value))[:_LONGEST_PARAMETER]
         for key, value in leaves(settings)

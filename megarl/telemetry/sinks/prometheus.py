@@ -1,6 +1,6 @@
-"""The endpoint from which Prometheus reads the newest metrics of the run.
+"""The endpoint from which Prometheus scrapes the newest metrics of the run.
 
-A step only replaces the snapshot for the next scrape, so no scrape can delay it. prometheus_client makes the text.
+A step only replaces the snapshot for the next scrape, so no scrape can delay it. prometheus_client writes the text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Endpoint:
 
 
 def read_endpoint(run_dir: Path) -> Endpoint | None:
-    """Return where a run's metrics can be scraped; None if there is no such file, or it is damaged."""
+    """Return a run's endpoint; None if its file is missing or damaged."""
     try:
         return msgspec.json.decode((run_dir / ENDPOINT_FILE).read_bytes(), type=Endpoint)
     except (OSError, msgspec.DecodeError):
@@ -72,7 +72,7 @@ class PrometheusSink(Collector):
         self._server: ScrapeServer | None = None
 
     def listen(self) -> None:
-        """Open the port. Raises ConfigError if that is impossible."""
+        """Open the port. Raises ConfigError if that fails."""
         token, file = derived_key(run_secret(self._run_dir), _PURPOSE).hex(), self._run_dir / TOKEN_FILE
         write_private(file, token + "\n")
         host, port = _address(self._config.telemetry)
@@ -86,9 +86,9 @@ class PrometheusSink(Collector):
         write_private(self._run_dir / ENDPOINT_FILE, json.dumps(asdict(endpoint), indent=1) + "\n")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Show these values, and the earlier ones of all other metrics.
+        """Show these values, and the earlier values of all other metrics.
 
-        Of metrics with labels, such as those of each replica, a step shows only what it has itself.
+        A step drops earlier values of metrics with labels, such as those of each replica.
         """
         before, of_step = self._snapshot, "time/step" in values
         kept = {name: value for name, value in before.values.items() if not (of_step and _goes_with_its_step(name))}
@@ -97,7 +97,7 @@ class PrometheusSink(Collector):
             self.listen()
 
     def roll_back(self, step: int) -> None:
-        """Show `step` as the newest one, and no metric until the next one."""
+        """Show `step` as the newest step, and no metric until the next one."""
         self._snapshot = _Snapshot({}, step, self._snapshot.wall_time)
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class PrometheusSink(Collector):
             self._server.stop()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield every metric that has a value, all of one snapshot."""
+        """Yield every metric that has a value, all from one snapshot."""
         snapshot = self._snapshot
         yield self._family(names.INFO, [((str(self._config.run_dir), version("megarl")), 1.0)])
         for name, value in (
@@ -127,7 +127,7 @@ class PrometheusSink(Collector):
 
 
 def _goes_with_its_step(name: str) -> bool:
-    """Return whether a value is about its step only. An evaluation is valid until the next one of its set."""
+    """Return whether a value is valid only for its step. An evaluation is valid until the next one of its set."""
     return bool(names.place_of(name)[0].labels) and not name.startswith("eval/")
 
 
@@ -145,7 +145,7 @@ def check_endpoint(telemetry: TelemetryConfig) -> None:
 
 
 def _address(telemetry: TelemetryConfig) -> tuple[str, int]:
-    """Return host and port of the endpoint: by default the address of this node at which the run's sockets listen."""
+    """Return host and port of the endpoint; the default host is the address at which the run's sockets listen."""
     host = telemetry.prometheus_host or os.environ.get(NODE_ADDRESS_VARIABLE, _LOOPBACK)
     return host, telemetry.prometheus_port
 

@@ -1,7 +1,7 @@
-"""The names of the metrics in Prometheus, which derive from their declarations. Pure.
+"""The names of the metrics in Prometheus, derived from their declarations.
 
 `eval/{set}/greedy` in `share` is `megarl_eval_greedy_ratio{set="..."}`: the prefix, the words of the name, and the unit
-as Prometheus writes it, if the name does not say it already. A placeholder of the declaration is a label.
+as Prometheus writes it, if the name does not contain it. A placeholder of the declaration is a label.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megarl.telemetry.metrics.registry import Metric
 
 PREFIX = "megarl_"
 RUN_LABEL = "run"
-# The suffix of a unit, unless the name has one of the words; https://prometheus.io/docs/practices/naming. Units that
-# are not here are their own word.
+# A unit's words: the first is the suffix, unless the name has one of them (https://prometheus.io/docs/practices/naming).
+# Other units are their own word.
 _UNIT_WORDS: dict[str, tuple[str, ...]] = {
     "1": (),
     "B": ("bytes",),
@@ -41,7 +41,7 @@ class PrometheusName:
     text: str
 
 
-# What a scrape has alongside the declared metrics.
+# Further metrics of a scrape.
 INFO = PrometheusName(f"{PREFIX}run_info", ("run_dir", "version"), "Always 1; the labels describe the run.")
 STEPS_DONE = PrometheusName(f"{PREFIX}steps_done", (), "Training steps that the run has finished and written.")
 STEPS_PLANNED = PrometheusName(f"{PREFIX}steps_planned", (), "Training steps of the whole run (`run.steps`).")
@@ -66,16 +66,13 @@ def name_of(metric: Metric) -> PrometheusName:
 
 @cache
 def all_names() -> Mapping[str, PrometheusName]:
-    """Return every single name that a scrape may have."""
+    """Return every name that a scrape may have."""
     return {each.name: each for each in (*FIXED, *map(name_of, REGISTRY))}
 
 
 @cache
 def place_of(name: str) -> tuple[PrometheusName, tuple[str, ...]]:
-    """Return where the value of a metric belongs: name and values of its labels. `name`: as it was recorded.
-
-    Raises UndeclaredMetricError.
-    """
+    """Return the Prometheus name and label values of a metric recorded as `name`. Raises UndeclaredMetricError."""
     metric = REGISTRY.lookup(name)
     pieces = _PLACEHOLDER.split(metric.name)  # text, placeholder, text, ...
     pattern = "".join(re.escape(piece) if not index % 2 else "([^/]+)" for index, piece in enumerate(pieces))
@@ -85,7 +82,7 @@ def place_of(name: str) -> tuple[PrometheusName, tuple[str, ...]]:
 
 
 def samples(values: Mapping[str, float]) -> Iterator[tuple[PrometheusName, list[tuple[tuple[str, ...], float]]]]:
-    """Yield each Prometheus name with (values of its labels, value), one name once, for recorded metrics by name."""
+    """Yield each Prometheus name once, with the (label values, value) pairs of the recorded metrics `values`."""
     found: dict[str, tuple[PrometheusName, list[tuple[tuple[str, ...], float]]]] = {}
     for name, value in values.items():
         place, labels = place_of(name)

@@ -1,4 +1,5 @@
-"""Sends metrics to a service in a thread of its own, so a slow or dead service never delays or ends a training step.
+"""Sends metrics to a service from a thread, so a slow or dead service never delays or ends a training step.
+
 Records that the service does not accept wait in memory and are resent after a pause; if there are too many, the oldest
 are lost. Every failure is reported to the caller's function, which counts it.
 """
@@ -23,10 +24,10 @@ from megarl.common.rundir.run_files import Status
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 1024  # records; one of 200 metrics takes about 40 KB
-MOST_AT_ONCE = 32  # records that are sent together
+MOST_AT_ONCE = 32  # records per send
 GATHER_S = 5.0  # between two sends, because a request costs as much as a record
-LONGEST_PAUSE_S = 60.0  # after failures, each of which doubles the pause
-SLOW_S = 120.0  # after which a send that has not returned is reported
+LONGEST_PAUSE_S = 60.0  # each failure doubles the pause up to this
+SLOW_S = 120.0  # a send that takes longer is reported
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ class Record:
 
 
 class LostRecords(RuntimeError):  # noqa: N818
-    """Records did not reach the service and will not."""
+    """Records did not reach the service, and never will."""
 
 
 class RemoteSink:
-    """A sink for a service, which a subclass talks to. `write` and `roll_back` return at once, `close` in time.
+    """A sink for a service, which a subclass calls. `write` and `roll_back` return at once, `close` within its bound.
 
     One thread calls `send` and `finish`, which may block, and may raise anything.
     """
@@ -51,8 +52,8 @@ class RemoteSink:
     name: str
 
     def __init__(self, close_s: float, *, most_waiting: int = MOST_WAITING, gather_s: float = GATHER_S) -> None:
-        """`close_s`: seconds in which `close` sends what is left. `gather_s`: between two sends."""
-        self.status: Status | None = None  # how the run ended, as far as it is known
+        """`close_s`: seconds in which `close` sends the rest. `gather_s`: seconds between two sends."""
+        self.status: Status | None = None  # how the run ended, if known
         self.report: Callable[[Exception], None] = lambda error: None  # called by any thread with each failure
         self._close_s, self._most, self._gather_s = close_s, most_waiting, gather_s
         self._lock = threading.Lock()
@@ -62,13 +63,14 @@ class RemoteSink:
         self._thread = threading.Thread(target=self._run, name=f"send-to-{self.name}", daemon=True)
 
     def send(self, records: Sequence[Record]) -> None:
-        """Send records in their order. After a failure the same ones are sent again; some may already be there. Raises
-        LostRecords if resending cannot help.
+        """Send records in order. After a failure they are sent again, although some may have arrived.
+
+        Raises LostRecords if resending cannot help.
         """
         raise NotImplementedError
 
     def finish(self, status: Status | None) -> None:
-        """Report how the run ended. None: nothing was recorded, so it failed."""
+        """Report how the run ended. None: nothing was recorded, so the run failed."""
         raise NotImplementedError
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -84,17 +86,17 @@ class RemoteSink:
             self.report(TimeoutError(f"no answer for {time.monotonic() - since:.0f} s"))
 
     def roll_back(self, step: int) -> None:
-        """Do nothing: sent records stay, followed by the repeated steps."""
+        """Do nothing: sent records stay, and the repeated steps follow them."""
 
     def close(self) -> None:
-        """Send the rest and report how the run ended, within `close_s`. Reports what could not be sent."""
+        """Send the rest and how the run ended, within `close_s`. Reports records that could not be sent."""
         self._closing.set()
         if not self._thread.ident:
             self._thread.start()
         self._thread.join(self._close_s)
         left = len(self._waiting)
         if self._thread.is_alive():
-            self.report(LostRecords(f"no answer for {self._close_s:.0f} s at the end of the run; {left} records wait"))
+            self.report(LostRecords(f"no answer for {self._close_s:.0f} s at the end of the run; {left} records left"))
         elif left:
             self.report(LostRecords(f"{left} records were not accepted before the end of the run"))
 
@@ -106,7 +108,7 @@ class RemoteSink:
         self._attempt(partial(self.finish, self.status))
 
     def _send_waiting(self) -> bool:
-        """Send all that waits; False if the service did not take it."""
+        """Send all waiting records; False if the service did not accept them."""
         while True:
             with self._lock:
                 records = list(islice(self._waiting, MOST_AT_ONCE))
@@ -116,11 +118,11 @@ class RemoteSink:
                 return False
             sent = set(map(id, records))
             with self._lock:
-                while self._waiting and id(self._waiting[0]) in sent:  # the first ones may have been given up meanwhile
+                while self._waiting and id(self._waiting[0]) in sent:  # `write` may have dropped the first ones
                     self._waiting.popleft()
 
     def _attempt(self, action: Callable[[], None]) -> bool:
-        """Do `action`, and report its failure. Return False if it should be done again."""
+        """Run `action`, and report its failure. Return False if it should be retried."""
         self._busy_since = time.monotonic()
         try:
             action()
@@ -134,7 +136,7 @@ class RemoteSink:
 
 
 def own_id(path: Path) -> str:
-    """Return the id of a run in a service, which the first start chooses and writes to `path`."""
+    """Return the id of a run in a service. The first start chooses it and writes it to `path`."""
     if not path.exists():
         write_json(path, {"id": secrets.token_hex(8)})
     return str(json.loads(path.read_text())["id"])

@@ -1,4 +1,4 @@
-"""prometheus_client's WSGI page behind the run's bearer token, at one address, with bounds on what clients may hold."""
+"""prometheus_client's WSGI page behind the run's bearer token, at one address, with bounds on clients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ScrapeServer(ThreadingWSGIServer):
         self.setup_environ()
 
     def stop(self) -> None:
-        """Close the port. Waits for no client: their threads end with the process."""
+        """Close the port. Does not wait for clients: their threads end with the process."""
         self.shutdown()
         self.server_close()
 
@@ -60,11 +60,11 @@ class ScrapeServer(ThreadingWSGIServer):
         """End the connections of clients that take too long for their request."""
         for client, since in list(self._since.items()):
             if time.monotonic() - since >= REQUEST_S:
-                with suppress(OSError):  # it has gone
+                with suppress(OSError):  # the client is gone
                     client.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401  # as in the library
-        """Ignore what goes wrong with a client: it does not concern the run."""
+        """Ignore errors of a client: they do not concern the run."""
 
     def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         kind, _, given = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
@@ -77,4 +77,4 @@ class ScrapeServer(ThreadingWSGIServer):
 
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *arguments: object) -> None:
-        """Log no request: there are several a minute for the whole run."""
+        """Log no requests: there are several a minute."""

@@ -1,7 +1,7 @@
 """The outputs for metrics and samples: metrics.jsonl, samples.jsonl, TensorBoard, W&B, MLflow, Prometheus, terminal.
 
-Only one rank writes, in a thread of its own (`writer_thread.py`). A sink never changes a value, and undeclared metrics
-are refused before any sink gets them.
+Only one rank writes, from a thread (`writer_thread.py`). A sink never changes a value, and undeclared metrics are
+refused before any sink gets them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from megarl.telemetry.sinks.writer_thread import WriterHungError, WriterThread
 
 logger = logging.getLogger(__name__)
 
-WAITING_BYTES = 64 << 20  # of lines in memory that the disk does not take; later ones are lost, and reported
+WAITING_BYTES = 64 << 20  # of lines kept in memory while the disk fails; later lines are lost, and reported
 LINE_BYTES = 16 << 20  # more than the longest line
 WANDB_FILE = "wandb.json"
 COMPLAIN_S = 60.0  # between two warnings to the user; the log has all of them
 
 
 class Sink(Protocol):
-    """One output for the reduced metrics of each step. `name`: what messages call it."""
+    """One output for the reduced metrics of each step. `name`: its name in messages."""
 
     name: str
 
@@ -53,19 +53,18 @@ class Sink(Protocol):
         """Discard the metrics after `step`, because the run resumes there."""
 
     def close(self) -> None:
-        """Flush and close the output; nothing may be written after it."""
+        """Flush and close the output; nothing may be written afterwards."""
 
 
 class JsonlSink:
     """Appends one JSON object per line, `step` and `wall_time` (Unix seconds) first, and writes each line at once.
 
-    NaN and infinities are written as null. A line that the disk does not take waits in memory, and is written before
-    the next one. With a limit the file is kept in parts, and the oldest lines are deleted
-    (`megarl.common.rundir.rotating_lines`).
+    NaN and infinities are written as null. If the disk fails, lines wait in memory and are written before the next one.
+    With a limit the file is kept in parts, and the oldest lines are deleted (`megarl.common.rundir.rotating_lines`).
     """
 
     def __init__(self, path: Path, limit: int = 0) -> None:
-        """`limit`: bytes of all parts together, which one line may exceed; 0: one file that keeps all lines."""
+        """`limit`: bytes of all parts, which one line may exceed; 0: one file that keeps all lines."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.name, self._limit = path, str(path), limit
         self._file: FileIO | None = path.open("ab", buffering=0)
@@ -77,9 +76,9 @@ class JsonlSink:
         self.write_object({"step": step, "wall_time": round(time.time(), 3), **values})
 
     def roll_back(self, step: int) -> None:
-        """Remove a line of which `checkpoint/save/history.py` has left a part.
+        """Remove a partial line that `checkpoint/save/history.py` has left.
 
-        It cuts at a position in bytes, which is inside a line if the file had ended before it at an earlier resume.
+        It cuts at a byte position, which is inside a line if the file ended before it at an earlier resume.
         """
         _remove_cut_line(self.path)
 
@@ -88,13 +87,13 @@ class JsonlSink:
         line = json.dumps(finite(content), allow_nan=False, ensure_ascii=False) + "\n"
         if len(self._waiting) > WAITING_BYTES:
             raise OSError(
-                errno.ENOSPC, f"{len(self._waiting) >> 20} MiB wait already; this line is lost", str(self.path)
+                errno.ENOSPC, f"{len(self._waiting) >> 20} MiB are already waiting; this line is lost", str(self.path)
             )
         self._waiting += line.encode()
         self.write_waiting()
 
     def write_waiting(self) -> None:
-        """Write the lines that wait. Raises OSError if the disk does not take them; they go on waiting then."""
+        """Write the waiting lines. Raises OSError if the disk fails; then they keep waiting."""
         if self._file is None:
             self._file = self.path.open("ab", buffering=0)
         while self._waiting:
@@ -102,7 +101,7 @@ class JsonlSink:
             del self._waiting[:written]
         if self._limit and self.path.stat().st_size >= rotating_lines.part_bytes(self._limit):
             self._file.close()
-            self._file = None  # if what follows fails, the next line opens the file that is there then
+            self._file = None  # if rotation fails, the next line opens the file
             rotating_lines.rotate(self.path, self._limit)
             self._file = self.path.open("ab", buffering=0)
 
@@ -112,7 +111,7 @@ class JsonlSink:
         return len(self._waiting)
 
     def close(self) -> None:
-        """Write what waits, and close the file. Raises OSError if lines are lost."""
+        """Write the waiting lines, and close the file. Raises OSError if lines are lost."""
         try:
             if self._waiting:
                 self.write_waiting()
@@ -122,7 +121,7 @@ class JsonlSink:
 
 
 def _remove_cut_line(path: Path) -> None:
-    """Cut off an incomplete last line, which a killed process or a full disk has left."""
+    """Cut off an incomplete last line that a killed process or a full disk has left."""
     with path.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
         begin = max(0, size - LINE_BYTES)
@@ -133,10 +132,10 @@ def _remove_cut_line(path: Path) -> None:
 
 
 class WandbSink:
-    """Logs to Weights & Biases. The locked requirements do not contain the package; the user has to install it.
+    """Logs to Weights & Biases. The locked requirements do not contain the package; the user must install it.
 
-    A run that resumes goes on in the same run there: its id is in RUN_DIR/wandb.json. Weights & Biases refuses a step
-    below the last one, so `steps` is a metric of its own, and steps that are done again appear twice.
+    A resumed run continues the same W&B run: its id is in RUN_DIR/wandb.json. W&B refuses a step below the last one,
+    so `steps` is a separate metric, and repeated steps appear twice.
     """
 
     name = "Weights & Biases"
@@ -157,7 +156,7 @@ class WandbSink:
             config=config.model_dump(mode="json"),
         )
         self._run.define_metric("*", step_metric="steps")
-        # An evaluation alongside training is logged when it has ended, and belongs to the step at which it began.
+        # A concurrent evaluation is logged when it ends, but belongs to the step at which it began.
         self._run.define_metric("eval/step")
         self._run.define_metric("eval/*", step_metric="eval/step")
 
@@ -166,20 +165,19 @@ class WandbSink:
         self._run.log({"steps": step, **values})
 
     def roll_back(self, step: int) -> None:
-        """Do nothing: what was logged stays, and is followed by the steps that are done again."""
+        """Do nothing: logged steps stay, and the repeated steps follow them."""
 
     def close(self) -> None:
-        """Finish the run in Weights & Biases, which uploads what is left."""
+        """Finish the run in Weights & Biases, which uploads the rest."""
         self._run.finish()
 
 
 class MetricsWriter:
     """All sinks of a run; `write` is called once per step with the reduced metrics of the step.
 
-    A thread writes, in the order of the calls, while the caller goes on; `flush` waits for it. A sink that fails (a
-    full disk, a lost connection) is reported to the user, counted in `failures`, and tried again with the next step. It
-    never ends the run. One that does not return would keep all others from being written: `write`, `sample` and `flush`
-    raise WriterHungError then, which names it.
+    A thread writes in the order of the calls; `flush` waits for it. A failed sink (a full disk, a lost connection) is
+    reported to the user, counted in `failures`, and retried with the next step. It never ends the run. A sink that does
+    not return blocks all others: `write`, `sample` and `flush` then raise WriterHungError, which names it.
     """
 
     def __init__(
@@ -230,7 +228,7 @@ class MetricsWriter:
 
             endpoint = PrometheusSink(config)
             writer._sinks.append(endpoint)
-            writer._submit(endpoint, endpoint.listen)  # a port that is taken is reported as any failed write
+            writer._submit(endpoint, endpoint.listen)  # a taken port is reported like a failed write
         return writer
 
     @classmethod
@@ -239,7 +237,7 @@ class MetricsWriter:
         return cls([], None, Progress(open(os.devnull, "w", encoding="utf-8"), 0))
 
     def write(self, step: int, values: Mapping[str, float], *, terminal: bool = True) -> None:
-        """Have every sink written, and with `terminal` print a line of the step table.
+        """Queue the metrics for every sink, and with `terminal` print a line of the step table.
 
         Raises UndeclaredMetricError for an undeclared name, before anything is written.
         """
@@ -252,14 +250,14 @@ class MetricsWriter:
             self.progress.step(step, values)
 
     def flush(self) -> None:
-        """Wait until everything that was given has been written, or refused by its sink.
+        """Wait until all queued writes have succeeded or failed.
 
-        Bounded by `timeouts.save_s` without a finished write: WriterHungError.
+        Raises WriterHungError after `timeouts.save_s` without a finished write.
         """
         self._thread.flush()
 
     def roll_back(self, step: int) -> None:
-        """Discard what was written after `step` in every sink, because the run resumes there."""
+        """Discard everything after `step` in every sink, because the run resumes there."""
         for sink in (*self._sinks, *([self._samples] if self._samples is not None else [])):
             self._submit(sink, partial(sink.roll_back, step))
         self.flush()
@@ -273,18 +271,18 @@ class MetricsWriter:
             self._submit(samples, lambda: samples.write_object({"step": step, **make()}))
 
     def waiting(self) -> dict[str, int]:
-        """Return the bytes of each result file that the disk has not taken, by file name, once all lines were tried."""
+        """Flush, and return the bytes of each result file that could not be written, by file name."""
         self.flush()
         files = [sink for sink in (*self._sinks, self._samples) if isinstance(sink, JsonlSink)]
         return {sink.path.name: sink.waiting_bytes for sink in files}
 
     def _submit(self, what: Sink | Path, action: Callable[[], object]) -> None:
-        """Let the thread do `action` as `_attempt` does."""
+        """Queue `action` for the thread, as in `_attempt`."""
         name = str(what) if isinstance(what, Path) else what.name
         self._thread.submit(name, partial(self._attempt, name, action, ours=isinstance(what, JsonlSink)))
 
     def _attempt(self, name: str, action: Callable[[], object], *, ours: bool) -> None:
-        """Do `action`; report its failure, and go on. A library's own sink may raise anything, `ours` an OSError."""
+        """Run `action` and report its failure. A library's sink may raise anything, `ours` only OSError."""
         try:
             action()
         except Exception as error:
@@ -293,13 +291,13 @@ class MetricsWriter:
             self._complain(name, error)
 
     def _complain(self, name: str, error: Exception) -> None:
-        with self._counting:  # services report from threads of their own
+        with self._counting:  # services report from other threads
             self.failures += 1
-            tell = self._complaints.allows()
+            show = self._complaints.allows()
         logger.warning("%s: %r", name, error)
-        if tell:
+        if show:
             self.progress.message(
-                f"warning: {name} could not be written ({error}); the run goes on and tries again; "
+                f"warning: {name} could not be written ({error}); the run continues and tries again; "
                 f"{self.failures} failed writes so far"
             )
 
@@ -310,13 +308,13 @@ class MetricsWriter:
         self.progress.message(f"warning: {error}; the run ends without them")
 
     def write_summary(self, summary: RunSummary, status: str) -> None:
-        """Have RUN_DIR/summary.json written, as the summary is now."""
+        """Queue the current summary for RUN_DIR/summary.json."""
         if self._run_dir is not None:
             path, content = self._run_dir / "summary.json", summary.as_dict(status)
             self._submit(path, partial(write_json, path, content))
 
     def write_exit(self, record: ExitRecord) -> None:
-        """Write RUN_DIR/exit.json, after all that was given before. A write that does not end is reported.
+        """Write RUN_DIR/exit.json after all queued writes. A write that hangs is reported.
 
         Services get the record's status when they are closed.
         """
@@ -331,9 +329,9 @@ class MetricsWriter:
             write_exit(self._run_dir, record)
 
     def close(self) -> None:
-        """Close every sink and remove the live line. Raises what only a mistake in this program can have raised.
+        """Close every sink and remove the live line. Raises only errors that are bugs in megarl.
 
-        Bounded by `timeouts.shutdown_s`; a sink that does not end is reported, and ends with the process.
+        Bounded by `timeouts.shutdown_s`; a sink that hangs is reported, and ends with the process.
         """
         if self._closed:
             return

@@ -1,6 +1,6 @@
-"""Writes in one thread, in the order in which they were given, so that a slow disk or service delays no training step.
+"""Writes in order from one thread, so that a slow disk or service delays no training step.
 
-What waits is bounded, and so is every wait for the thread: a write that does not end is an error that names it.
+The queue is bounded, and so is every wait for the thread: the error names the write that hangs.
 """
 
 from __future__ import annotations
@@ -13,53 +13,52 @@ from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING = 256  # writes, those of some dozen steps with their samples
+MOST_WAITING = 256  # writes: a few dozen steps with their samples
 
 
 class WriterHungError(TimeoutError):
-    """The thread has finished nothing for as long as a wait for it may take."""
+    """The thread finished no write within the bound."""
 
 
 class WriterThread:
-    """Calls functions one after the other in a daemon thread, which begins with the first of them.
+    """Calls functions one after the other in a daemon thread, which starts with the first one.
 
-    What a function raises is kept, and raised by the next method that is called: no failure is silent. One thread at a
-    time may call the methods.
+    The next method called raises what a function raised: no failure is silent. One thread at a time may call methods.
     """
 
     def __init__(self, owner: str, bound_s: float, bound: str, most: int = MOST_WAITING) -> None:
-        """`owner`: who the messages say writes; `bound_s`: seconds without a finished write after which a wait fails.
+        """`owner`: the writer's name in messages. `bound_s`: seconds without a finished write after which waits fail.
 
-        `bound`: the config key of the bound; `most`: writes that wait at a time.
+        `bound`: the config key of the bound. `most`: writes that may wait at a time.
         """
         self._owner, self._bound_s, self._bound, self._most = owner, bound_s, bound, most
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[str, Callable[[], object]]] = deque()  # the first one is being done
-        self._moved = 0.0  # when the first one became the first
+        self._waiting: deque[tuple[str, Callable[[], object]]] = deque()  # the first one is running
+        self._moved = 0.0  # when the first one came to the front
         self._failure: BaseException | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def submit(self, what: str, write: Callable[[], object]) -> None:
-        """Let the thread call `write`; `what` names its target in messages. Waits for a place if too many wait.
+        """Queue `write` for the thread; `what` names its target in messages. Waits while the queue is full.
 
-        Raises WriterHungError, what an earlier write has raised, and RuntimeError after `close`.
+        Raises WriterHungError, what an earlier write raised, and RuntimeError after `close`.
         """
         with self._changed:
             if self._closed:
-                raise RuntimeError(f"{self._owner} is closed; {what} can no longer be written")
+                raise RuntimeError(f"{self._owner} is closed; {what} cannot be written")
             self._wait(lambda: len(self._waiting) < self._most, self._bound_s, self._bound)
             self._append(what, write)
             self._raise_failure()
 
     def flush(self) -> None:
-        """Wait until all writes are done. Raises WriterHungError, and what a write has raised."""
+        """Wait until all writes are done. Raises WriterHungError, and what a write raised."""
         with self._changed:
             self._wait(lambda: not self._waiting, self._bound_s, self._bound)
             self._raise_failure()
 
     def close(self, last: Sequence[tuple[str, Callable[[], object]]], bound_s: float, bound: str) -> None:
-        """Do what is left, then `last` (as `submit` gets it), and end the thread, with a bound of their own.
+        """Finish the queue, then `last` (as for `submit`), and end the thread; `bound_s` replaces the usual bound.
 
         Raises as `flush` does.
         """

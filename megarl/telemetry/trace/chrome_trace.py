@@ -1,6 +1,6 @@
-"""Writes the events of a run as a trace of the Trace Event Format, which Perfetto and chrome://tracing open.
+"""Converts the events of a run to the Trace Event Format, which Perfetto and chrome://tracing open.
 
-Each process of the run is a process of the trace, with a thread for each of its tracks. Samples overlap: they share
+Each process of the run is a process of the trace, with a thread for each of its tracks. Samples overlap, so they share
 threads of the track `samples`, each with its turns, tools and reward inside. Arrows lead from a publication to the
 loads of its version. The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -24,7 +24,7 @@ TRACKS = (
     "train", "next batch", "weight sync calls", "checkpoint", "evaluation", "engine", "weights", "batches", SAMPLES,
     SLOWEST, "load", "faults",
 )  # fmt: skip
-THREADS_PER_TRACK = 100_000  # thread ids are made of the number of the track and that of the line
+THREADS_PER_TRACK = 100_000  # a thread id combines the numbers of track and line
 _INDEX = re.compile(r"\d+$")
 
 TraceEvent = dict[str, Any]
@@ -32,7 +32,7 @@ TraceEvent = dict[str, Any]
 
 @dataclass(frozen=True)
 class TraceWindow:
-    """The part of a run that is shown: the steps `first` to `last`, and all else from `begin` to `end` (Unix time)."""
+    """The part of a run to show: the steps `first` to `last`, and other events from `begin` to `end` (Unix time)."""
 
     first: int = 0
     last: float = math.inf
@@ -54,7 +54,7 @@ class TraceWindow:
             if each.process == rank_process(0) and each.step is not None and low <= each.step <= high
         ]
         if not spans:
-            raise ValueError(f"{run_dir}: there are no events of the steps {low} to {high}")
+            raise ValueError(f"{run_dir}: no events of the steps {low} to {high}")
         begin = min(each.begin for each in spans) if first is not None else -math.inf
         end = max(each.end for each in spans) if last is not None else math.inf
         return cls(low, high, begin, end)
@@ -67,9 +67,9 @@ class TraceWindow:
 
 
 def trace_events(run_dir: Path, window: TraceWindow | None = None) -> Iterator[TraceEvent]:
-    """Yield the events of a run as those of the Trace Event Format; times in microseconds from the first one on.
+    """Yield the events of a run in the Trace Event Format; times are microseconds since the first event.
 
-    The events of one process are in memory at a time. Raises FileNotFoundError if there is no such directory.
+    Keeps the events of one process in memory at a time. Raises FileNotFoundError without a run directory.
     """
     window = window or TraceWindow()
     origin = min((each.begin for each in read_events(run_dir) if window.shows(each)), default=0.0)
@@ -99,7 +99,7 @@ class _ProcessTrace:
         self._process, self._pid, self._events, self._origin = process, pid, events, origin
 
     def events(self, flows: _Flows) -> Iterator[TraceEvent]:
-        """Yield names, spans, marks and counters; `flows` gets the spans that arrows join."""
+        """Yield names, spans, marks and counters; record in `flows` the spans that arrows join."""
         hosts = ", ".join(sorted({each.host for each in self._events}))
         yield self._named("process_name", 0, {"name": self._process.replace("-", " ")})
         yield self._named("process_labels", 0, {"labels": hosts})
@@ -120,7 +120,7 @@ class _ProcessTrace:
             yield self._named("thread_sort_index", tid, {"sort_index": tid})
         for each in placed:
             yield self._span(track, each)
-            flows.note(each.item, self._pid, self._tid(track, each.line), each.begin)
+            flows.add(each.item, self._pid, self._tid(track, each.line), each.begin)
         for event in events:
             if event.kind.shape != "span":
                 yield self._point(track, event)
@@ -158,12 +158,12 @@ def _track(event: RunEvent) -> str:
 
 
 def _unit(track: str, event: RunEvent) -> object:
-    """Return what keeps spans on one line: the sample, or the whole track."""
+    """Return the unit whose spans share a line: the sample, or the whole track."""
     return (event.group, event.sample) if track in (SAMPLES, SLOWEST) else track
 
 
 def _name(event: RunEvent) -> str:
-    """Return the name in the trace: with the sample of a trajectory, the name of a tool, or the kind of a fault."""
+    """Return the name in the trace, with a trajectory's sample, a tool's name or a fault's kind."""
     if event.name in ("trajectory", "slow_trajectory"):
         return f"trajectory {event.group}:{event.sample}"
     if event.name in ("fault", "recovery"):
@@ -185,13 +185,13 @@ def _arguments(event: RunEvent) -> dict[str, object]:
 
 
 class _Flows:
-    """The arrows from publications to the loads of their weights; both ends are seen process by process."""
+    """The arrows from publications to the loads of their weights, collected process by process."""
 
     def __init__(self) -> None:
         self._from: dict[int, TraceEvent] = {}
         self._to: list[tuple[int, TraceEvent]] = []
 
-    def note(self, event: RunEvent, pid: int, tid: int, at: int) -> None:
+    def add(self, event: RunEvent, pid: int, tid: int, at: int) -> None:
         """Keep the place of a span if an arrow may begin or end there."""
         if event.version is None or event.rolled_back:
             return

@@ -1,7 +1,7 @@
-"""The events of this process: `record`, `span` and `mark`, from anywhere in it, as with a logger.
+"""Records events of this process from anywhere, like a logger: `record`, `span` and `mark`.
 
-A process has one writer (`writer.py`), which its start-up opens. Without one, as in a library's use or in most
-tests, nothing is recorded, and a call costs a comparison.
+A process opens one writer (`writer.py`) at its start. Without one, as in library use or most tests, nothing is
+recorded, and a call costs a comparison.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megarl.telemetry.trace.writer import EventWriter
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 2.0  # in which what waits is written at the end of a process
+CLOSE_S = 2.0  # bound of the last write of a process
 MAX_CHARACTERS = 500  # of the text of a fault
 
 _writer: EventWriter | None = None
 
 
 def open_events(mib: float, run_dir: Path, process: str) -> None:
-    """Begin to write the events of this process, unless `mib`, their most MiB (`telemetry.events_mib`), is 0."""
+    """Start writing the events of this process: at most `mib` MiB (`telemetry.events_mib`), none if it is 0."""
     global _writer
     close_events()
     if mib:
@@ -36,7 +36,7 @@ def open_events(mib: float, run_dir: Path, process: str) -> None:
 
 
 def close_events() -> None:
-    """Write what waits, within `CLOSE_S`, and record nothing more."""
+    """Write waiting events, within `CLOSE_S`, and record nothing more."""
     global _writer
     writer, _writer = _writer, None
     if writer is not None and not writer.close(CLOSE_S):
@@ -44,7 +44,7 @@ def close_events() -> None:
 
 
 def lost_events() -> int:
-    """Return how many events this process could not write so far."""
+    """Return how many events this process has failed to write."""
     return 0 if _writer is None else _writer.lost
 
 
@@ -58,7 +58,7 @@ def record(
 
 
 def mark(name: str, *, args: Mapping[str, Scalar] | None = None, **place: Unpack[EventPlace]) -> None:
-    """Record a mark at this moment."""
+    """Record a mark at the current time."""
     record(name, time.monotonic(), args=args, **place)
 
 
@@ -73,20 +73,20 @@ def span(name: str, **place: Unpack[EventPlace]) -> Iterator[None]:
 
 
 def fault(kind: str, text: str, *, rule: str = "", **place: Unpack[EventPlace]) -> None:
-    """Record that something was lost or has failed. `kind`: one of `FAULTS`. Raises UndeclaredEvent.
+    """Record a loss or failure. `kind`: one of `FAULTS`. `rule`: the monitor's rule of an alarm.
 
-    `rule`: of the monitor, for an alarm.
+    Raises UndeclaredEvent.
     """
     _of_fault("fault", kind, text, rule, place)
 
 
 def recovery(kind: str, text: str, *, rule: str = "", **place: Unpack[EventPlace]) -> None:
-    """Record that the run goes on after a fault of this kind, replica and rule. Raises UndeclaredEvent."""
+    """Record that the run continues after a fault of this kind, replica and rule. Raises UndeclaredEvent."""
     _of_fault("recovery", kind, text, rule, place)
 
 
 def _of_fault(name: str, kind: str, text: str, rule: str, place: EventPlace) -> None:
     if kind not in FAULTS:
-        raise UndeclaredEvent(f"{kind!r} is no kind of fault; there are {', '.join(FAULTS)}")
+        raise UndeclaredEvent(f"unknown kind of fault {kind!r}; kinds are {', '.join(FAULTS)}")
     args: dict[str, Scalar] = {"kind": kind, "text": text[:MAX_CHARACTERS]}
     record(name, time.monotonic(), args=args | ({"rule": rule} if rule else {}), **place)

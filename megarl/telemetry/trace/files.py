@@ -1,11 +1,11 @@
-"""Reads the events of a run, living or ended: `read_events` for all that are there, `EventTail` for what is new.
+"""Reads the events of a run, live or ended: `read_events` for all events, `EventTail` for new ones.
 
     for event in read_events(run_dir, names={"fault", "recovery"}):
         print(event.begin, event.process, event.args["kind"], event.args["text"])
 
-Naming the events matters for speed: faults, saves and evaluations (`rare`), phases and publications (`steps`) and
-single requests (`details`) are in files of their own, and only those that are needed are opened. Events come file by
-file, in the order in which they ended in each; sort them by `begin` where the order between processes matters.
+Name the events for speed: faults, saves and evaluations (`rare`), phases and publications (`steps`) and single requests
+(`details`) are in separate files, and only needed files are opened. Events come file by file, in each by their end;
+sort them by `begin` if the order between processes matters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MARKS = frozenset([ROLLED_BACK.encode()])
 class RunEvent(msgspec.Struct, frozen=True, gc=False):
     """One event of a run. `begin`: Unix time in seconds by the clock of `host`; `seconds`: its duration, 0 for a mark.
 
-    `step`: that of metrics.jsonl, the first one is 1. `rolled_back`: it is of work that a resume has discarded.
+    `step`: as in metrics.jsonl, from 1. `rolled_back`: a resume discarded the work.
     """
 
     process: str  # trainer-rank-R, replica-I, worker-I or controller
@@ -50,7 +50,7 @@ class RunEvent(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def end(self) -> float:
-        """Unix time of its end in seconds."""
+        """Unix time of its end, in seconds."""
         return self.begin + self.seconds
 
     @property
@@ -61,14 +61,14 @@ class RunEvent(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class Rollback:
-    """One resume: at Unix time `at` the run went back to the end of `step`, which was reached at Unix time `since`."""
+    """One resume: at Unix time `at` the run returned to the end of `step`, which it had reached at `since`."""
 
     at: float
     step: int
     since: float
 
     def discards(self, begin: float, step: int | None) -> bool:
-        """Whether what began at `begin`, for `step` if it is of one, is of the work that the resume discarded."""
+        """Return whether the resume discarded an event that began at `begin`, of `step` if not None."""
         if begin >= self.at:
             return False
         return begin >= self.since if step is None else step > self.step
@@ -77,10 +77,10 @@ class Rollback:
 def read_events(
     run_dir: Path, names: Collection[str] | None = None, *, since: float | None = None
 ) -> Iterator[RunEvent]:
-    """Yield the events of these names, or all of them. `since`: only those that end at that Unix time or later.
+    """Yield the events of these names, or all events. `since`: only those that end at that Unix time or later.
 
-    A line that is being written, or was torn by a kill or a full disk, is left out. Raises FileNotFoundError if
-    `run_dir` is no directory, UndeclaredEvent for an unknown name. A run without events yields nothing.
+    Skips incomplete lines. Raises FileNotFoundError if `run_dir` is not a directory, UndeclaredEvent for an unknown
+    name. A run without events yields nothing.
     """
     if not run_dir.is_dir():
         raise FileNotFoundError(f"there is no run directory {run_dir}")
@@ -88,13 +88,13 @@ def read_events(
 
 
 class EventTail:
-    """Yields the events of a run that have come since the last `poll`; for readers of a living run.
+    """Yields the new events of a run since the last `poll`; for readers of a live run.
 
-    Whether an event is `rolled_back` is known of resumes that are on the disk when it is read.
+    `rolled_back` reflects the resumes on disk when an event is read.
     """
 
     def __init__(self, run_dir: Path, names: Collection[str] | None = None) -> None:
-        """`names`: of the events; None for all. Raises UndeclaredEvent."""
+        """`names`: names of events, None for all. Raises UndeclaredEvent."""
         self._run_dir = run_dir
         self._streams = streams_of(names)
         self._wanted = frozenset(name.encode() for name in (KINDS if names is None else names))
@@ -103,7 +103,7 @@ class EventTail:
         self.rollbacks: list[Rollback] = []
 
     def poll(self, *, since: float | None = None) -> Iterator[RunEvent]:
-        """Yield what is new. `since`: leave out what ended before that Unix time."""
+        """Yield new events. `since`: skip events that ended before that Unix time."""
         there = list(event_files(self._run_dir))
         self._read_rollbacks([name for name in there if name.stream == "rare"])
         for gone in self._files.keys() - set(there):
@@ -137,7 +137,7 @@ class EventTail:
 
 
 def event_files(run_dir: Path) -> list[EventFileName]:
-    """Return the event files of a run, those of each process and stream in the order in which they were written."""
+    """Return the event files of a run, for each process and stream in the order of writing."""
     try:
         names = os.listdir(run_dir / FOLDER)
     except FileNotFoundError:
@@ -146,15 +146,15 @@ def event_files(run_dir: Path) -> list[EventFileName]:
 
 
 class _OpenPart(JsonLines):
-    """An event file that is read, with its header once that is complete."""
+    """An event file being read, with its header once that is complete."""
 
     header: Header | None = None
 
     def new_lines(self, path: Path, wanted: Set[bytes]) -> Iterator[tuple[Header, EventLine]]:
-        """Yield the complete lines from the position on that are events of these names, and of a known schema."""
+        """Yield the new complete lines with events of these names, if the schema is known."""
         try:
             file = path.open("rb")
-        except FileNotFoundError:  # the oldest files are deleted while the run goes on
+        except FileNotFoundError:  # a live run deletes its oldest files
             return
         with file:
             for raw in self.lines(file):

@@ -1,6 +1,6 @@
-"""Declares every event of megarl once: its name, where it is kept, what it means, and its arguments.
+"""Declares every event of megarl once: its name, stream, meaning and arguments.
 
-`docs/observability.md` has the same table. A name that is not declared here is refused when it is recorded.
+`docs/reference/events.md` is generated from it. Recording a name that is not declared here raises UndeclaredEvent.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class EventKind:
 
     `stream`: `rare` events are few, `steps` are some per step or publication, `details` belong to single requests.
     `shape`: a `span` has a duration, a `mark` has none, a `counter` has numbers that hold from its time on. `track`:
-    the line of the process on which a trace shows it; spans of one track are nested or follow each other. Empty: spans
-    overlap, and a trace shows each sample (group, sample) on a line of its own. `args`: what they mean, by name.
+    its line in a trace of the process; spans of one track are nested or follow each other. Empty: spans overlap, and
+    each sample (group, sample) has a separate line. `args`: (name, meaning) pairs.
     """
 
     name: str
@@ -123,7 +123,7 @@ _ROLLOUT = [
               (("groups", "Its groups."), ("in_flight", "Groups that are generated."))),
 ]  # fmt: skip
 
-# What `kind` of a fault, and of the recovery that ends it, can be.
+# The kinds of faults, and of the recoveries that end them.
 FAULTS = {
     "engine": "An engine is lost; a replica serves again in its place, or the same one.",
     "agent_worker": "An agent worker is lost; another one is up in its place.",
@@ -159,5 +159,5 @@ def kind_of(name: str) -> EventKind:
 
 
 def streams_of(names: Iterable[str] | None) -> frozenset[EventStream]:
-    """Return the streams in which events of these names are; all of them for None. Raises UndeclaredEvent."""
+    """Return the streams of events of these names; all streams for None. Raises UndeclaredEvent."""
     return frozenset(STREAMS) if names is None else frozenset(kind_of(name).stream for name in names)

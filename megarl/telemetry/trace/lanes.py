@@ -1,4 +1,4 @@
-"""Places spans on lines such that on each of them spans are nested or follow each other, as a trace viewer needs. Pure.
+"""Places spans on lines so that the spans of a line are nested or follow each other, as trace viewers need.
 
 All times are whole microseconds.
 """
@@ -12,12 +12,12 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-ROUNDING_US = 5  # by which a span may end after its enclosing one, for example because both were rounded
+ROUNDING_US = 5  # a span may end this much after its enclosing one, for example because of rounding
 
 
 @dataclass(frozen=True)
 class Placed(Generic[T]):
-    """A span on a line: its number, from 0, and the span's beginning and end, which may be cut to fit."""
+    """A span on line number `line` (from 0). `end` may be cut to fit."""
 
     line: int
     begin: int
@@ -26,16 +26,16 @@ class Placed(Generic[T]):
 
 
 def share_lines(spans: Sequence[tuple[int, int, Hashable, T]]) -> list[Placed[T]]:
-    """Place spans (begin, end, unit, item) such that those of a unit are on one line, as long as they nest there.
+    """Place spans (begin, end, unit, item); the spans of a unit share a line if they nest there.
 
-    Units that overlap are on different lines, of which as few are used as possible.
+    Overlapping units are on different lines; uses as few lines as possible.
     """
     last: dict[Hashable, int] = {}  # when a unit ends
     for _, end, unit, _ in spans:
         last[unit] = max(end, last.get(unit, end))
     free: list[int] = []  # lines, the lowest first
     busy: list[tuple[int, int]] = []  # (end, line)
-    # Of each unit its lines, each with the ends of the spans that are open there, the innermost last.
+    # The lines of each unit, each with the ends of its open spans, the innermost last.
     lines: dict[Hashable, list[tuple[int, list[int]]]] = {unit: [] for unit in last}
     placed = []
     for begin, end, unit, item in sorted(spans, key=lambda span: (span[0], -span[1])):
@@ -52,7 +52,7 @@ def share_lines(spans: Sequence[tuple[int, int, Hashable, T]]) -> list[Placed[T]
 
 
 def _take(open_: list[int], begin: int, end: int) -> int | None:
-    """Add a span to a line if it fits there, and return its end. `open_`: the ends of those that began before it."""
+    """Add a span to a line if it fits, and return its end. `open_`: the ends of the line's earlier spans."""
     while open_ and open_[-1] <= begin:
         open_.pop()
     if open_ and end > open_[-1] + ROUNDING_US:

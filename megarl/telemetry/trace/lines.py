@@ -1,8 +1,8 @@
 """The lines of event files, JSON with short keys, and the names of these files.
 
-A process appends to files of its own: RUN_DIR/events/PROCESS.START.STREAM.NUMBER.jsonl. START is the Unix time in
-milliseconds at which the process opened its events, NUMBER counts the parts of a stream. The first line of each file is
-a `Header`, every other one an `EventLine`.
+Each process appends to its own files, RUN_DIR/events/PROCESS.START.STREAM.NUMBER.jsonl. START is the Unix time in
+milliseconds at which the process opened its events; NUMBER counts the parts of a stream. The first line of each file is
+a `Header`, all others are `EventLine`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def worker_process(index: int) -> str:
 
 
 class EventPlace(TypedDict, total=False):
-    """What an event belongs to, as fields of its line."""
+    """The step, version, group, sample and replica of an event, as fields of its line."""
 
     step: int | None
     version: int | None
@@ -50,10 +50,10 @@ class EventPlace(TypedDict, total=False):
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first line of a file: who writes it, and how its clock reads.
+    """The first line of a file: its process and clocks.
 
-    `wall_ns`: Unix time in nanoseconds at which the monotonic clock of the process showed `monotonic_ns`. Both are read
-    when the file is begun, so a step of the wall clock afterwards changes no order inside it.
+    `wall_ns`: Unix time in nanoseconds when the monotonic clock of the process showed `monotonic_ns`. Both are read
+    when the file begins, so a later jump of the wall clock changes no order inside it.
     """
 
     schema: int
@@ -78,9 +78,9 @@ class EventLine(
         "args": "a",
     },
 ):  # fmt: skip
-    """One event. `at`: monotonic time of its beginning in microseconds; `us`: its duration in microseconds.
+    """One event. `at`: monotonic time of its begin in microseconds. `us`: its duration in microseconds.
 
-    `step`: that of metrics.jsonl, the first one is 1.
+    `step`: as in metrics.jsonl, from 1.
     """
 
     name: str
@@ -95,7 +95,7 @@ class EventLine(
 
 
 class EventFileName(NamedTuple):
-    """The parts of the name of an event file; in the order of these fields, files of one process are in their order."""
+    """The parts of an event file's name; sorting by them sorts the files of a process and stream by time."""
 
     process: str
     start_ms: int
@@ -109,7 +109,7 @@ class EventFileName(NamedTuple):
 
 
 def parse_name(name: str) -> EventFileName | None:
-    """Return what a file name says; None if it is not one of an event file."""
+    """Return the parts of a file name; None if it is not the name of an event file."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""The event files of a process as it writes them: parts of bounded size, of which the oldest are deleted."""
+"""Writes the event files of a process: parts of bounded size, of which the oldest are deleted."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ LEAST_PART_BYTES = 4096
 
 
 class PartWriter:
-    """Appends lines to one stream of a process, and begins a new file whenever the present one is full.
+    """Appends lines to one stream of a process, and begins a new file when the current one is full.
 
-    The oldest files of the process and stream are deleted, those of its earlier starts counted. A file that was moved
-    or deleted, because another run has taken the directory, is followed by a new one. No method waits for anything but
-    the disk.
+    Deletes the oldest files of the process and stream, including those of earlier starts. Begins a new file if the
+    current one was moved or deleted because another run took the directory. Methods wait only for the disk.
     """
 
     def __init__(
         self, run_dir: Path, name: EventFileName, most_bytes: int, header: Callable[[], bytes]
     ) -> None:  # fmt: skip
-        """`name`: of the first file. `most_bytes`: of all parts. `header`: makes the first line of each file."""
+        """`name`: of the first file. `most_bytes`: of all parts. `header`: returns the first line of each file."""
         self._run_dir, self._name, self._header = run_dir, name, header
         self._limit = max(LEAST_PART_BYTES, most_bytes // PARTS)
         self._file: int | None = None
@@ -33,12 +32,12 @@ class PartWriter:
         self._torn = False
 
     def append(self, lines: bytes) -> None:
-        """Write complete lines. Raises OSError; then they are lost, but nothing that follows is."""
+        """Write complete lines. If it raises OSError, they are lost, but later lines are not."""
         if self._file is not None and not self._is_there():
             self.close()
         if self._file is None:
             self._open()
-        data = b"\n" + lines if self._torn else lines  # ends what an earlier write has left
+        data = b"\n" + lines if self._torn else lines  # ends a partial line of an earlier write
         self._torn = True
         self._write(data)
         self._torn = False
@@ -46,14 +45,14 @@ class PartWriter:
             self.close()
 
     def close(self) -> None:
-        """Close the present file; the next lines begin another one."""
+        """Close the current file; the next lines begin another one."""
         if self._file is not None:
             file, self._file = self._file, None
             self._name = self._name._replace(number=self._name.number + 1)
             os.close(file)
 
     def _open(self) -> None:
-        """Begin a file of its own; a name that is taken, by a process that began at the same time, is left alone."""
+        """Begin a new file; skip names taken by a process that started at the same time."""
         path = self._name.path(self._run_dir)
         path.parent.mkdir(exist_ok=True)
         while True:
@@ -68,11 +67,11 @@ class PartWriter:
         try:
             self._write(self._header())
         except OSError:
-            self.close()  # without a header nothing that follows could be read
+            self.close()  # without a header the file could not be read
             raise
 
     def _delete_oldest(self) -> None:
-        """Make room for a full part. Where the file system fails, that costs space alone."""
+        """Make room for a full part. A failure of the file system only costs space."""
         with suppress(OSError):
             own = [each for each in event_files(self._run_dir) if (each.process, each.stream) == self._name[::2]]
             delete_oldest([each.path(self._run_dir) for each in own if each != self._name], self._limit * (PARTS - 1))
@@ -86,7 +85,7 @@ class PartWriter:
             left = left[written:]
 
     def _is_there(self) -> bool:
-        """Return whether the open file is the one at its path."""
+        """Return whether the open file is still at its path."""
         assert self._file is not None
         try:
             found, own = os.stat(self._name.path(self._run_dir)), os.fstat(self._file)

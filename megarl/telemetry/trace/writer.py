@@ -1,8 +1,8 @@
-"""Writes the events of one process from a thread of its own. Nobody waits for it: what it cannot keep up with is lost.
+"""Writes the events of one process from a thread. Callers never wait: events that it cannot write in time are lost.
 
-`record` only appends to a bounded queue. The thread encodes what has come and appends it to the files of the process,
-which rotate, in one write per stream. What is lost, because the disk is slow, full or away, is counted, and the count
-is an event itself.
+`record` only appends to a bounded queue. The thread encodes the events and appends them to the rotating files of the
+process, in one write per stream. Events lost because the disk is slow, full or unreachable are counted, and the count
+is itself an event.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megarl.telemetry.trace.parts import PartWriter
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING = 16_384  # events, those of some seconds of a busy controller
+MOST_WAITING = 16_384  # events: some seconds of a busy controller
 FLUSH_S = 1.0  # between two writes
 COMPLAIN_S = 60.0
 LOST = "events_lost"
-# Of the bytes of a process, by stream: faults, saves and evaluations are few, and must not be pushed out by the others.
+# Of the bytes of a process, by stream. The few `rare` events must not be pushed out by the others.
 SHARES: dict[EventStream, float] = {"rare": 0.05, "steps": 0.45, "details": 0.50}
 
 _ENCODER = msgspec.json.Encoder()
@@ -40,7 +40,7 @@ _ENCODER = msgspec.json.Encoder()
 
 @dataclass(frozen=True)
 class EventClock:
-    """The clocks of a process; all in seconds but `monotonic_ns` and `wall_ns`, which a header pairs."""
+    """The clocks of a process: `monotonic` in seconds, the others in nanoseconds, paired in a header."""
 
     monotonic: Callable[[], float] = time.monotonic
     monotonic_ns: Callable[[], int] = time.monotonic_ns
@@ -48,7 +48,7 @@ class EventClock:
 
 
 class EventWriter:
-    """Takes the events of a process, from any thread, and writes them in the order in which they come."""
+    """Takes the events of a process from any thread, and writes them in order."""
 
     def __init__(self, run_dir: Path, process: str, most_bytes: int, clock: EventClock | None = None) -> None:
         """`most_bytes`: of all event files of this process. Nothing is opened yet."""
@@ -93,7 +93,7 @@ class EventWriter:
         self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
-        """Write what waits and end the thread; False if that takes longer: the rest is lost then."""
+        """Write waiting events and end the thread; False if that takes longer, and the rest is lost."""
         self._closing = True
         self._wake.set()
         if self._thread is not None:
@@ -110,7 +110,7 @@ class EventWriter:
             files.close()
 
     def flush(self) -> None:
-        """Write what waits. The thread calls it; nothing is raised."""
+        """Write waiting events. Called by the thread; raises nothing."""
         try:
             self._flush()
         except Exception:
@@ -138,7 +138,7 @@ class EventWriter:
             self.lost += count
 
     def _report_lost(self) -> None:
-        """Write how many events were lost, if there are more than the files say."""
+        """Write the number of lost events if it has grown."""
         if (lost := self.lost) == self._reported:
             return
         line = EventLine(LOST, round(self._clock.monotonic() * 1e6), args={"count": lost})

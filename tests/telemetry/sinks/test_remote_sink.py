@@ -130,7 +130,7 @@ def test_a_service_that_never_answers_holds_neither_steps_nor_the_end(monkeypatc
     service.write(100, {})
     assert isinstance(problems[-1], TimeoutError)
     service.close()
-    assert isinstance(problems[-1], LostRecords) and "101 records wait" in str(problems[-1])
+    assert isinstance(problems[-1], LostRecords) and "101 records left" in str(problems[-1])
     service.open.set()
 
 
@@ -145,7 +145,7 @@ def test_a_run_goes_on_counts_the_failures_and_tells_the_user_once_a_minute(tmp_
         writer.write_exit(ExitRecord("finished", 9, ""))
     text = terminal.getvalue()
     assert text.count("warning:") == 1
-    assert "a service could not be written (no route); the run goes on and tries again; 1 failed writes" in text
+    assert "a service could not be written (no route); the run continues and tries again; 1 failed writes" in text
     assert service.status == "finished"
 
 

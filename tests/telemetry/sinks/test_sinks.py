@@ -427,7 +427,7 @@ def test_a_full_disk_is_reported_once_and_counted_and_the_run_goes_on(tmp_path: 
     writer.flush()
     assert writer.failures == 6 and set(writer.waiting()) == {"metrics.jsonl", "samples.jsonl"}
     said = terminal.getvalue()
-    assert said.count("warning: ") == 1 and "No space left on device" in said and "the run goes on" in said
+    assert said.count("warning: ") == 1 and "No space left on device" in said and "the run continues" in said
     for disk in disks:
         disk.room = 10**6
     writer.close()

@@ -51,7 +51,7 @@ def test_all_writes_are_of_one_thread_that_ends_with_the_close() -> None:
     assert only.name == "the-metrics-writer" and only.daemon
     only.join(PATIENCE_S)
     assert not only.is_alive()
-    with pytest.raises(RuntimeError, match="the metrics writer is closed; a file can no longer be written"):
+    with pytest.raises(RuntimeError, match="the metrics writer is closed; a file cannot be written"):
         thread.submit("a file", lambda: None)
 
 

@@ -169,7 +169,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert steps == {2, 3}
     for arguments, message in [
         ([str(tmp_path / "nowhere")], f"there is no run directory {tmp_path / 'nowhere'}"),
-        ([str(tmp_path), "--from", "77"], "there are no events of the steps 77 to inf; --from and --to are steps"),
+        ([str(tmp_path), "--from", "77"], "no events of the steps 77 to inf; --from and --to are steps"),
         ([str(tmp_path), "--out", str(tmp_path / "a" / "b")], "cannot be written: No such file or directory; give"),
     ]:
         assert main(["trace", *arguments]) == 2

@@ -85,7 +85,7 @@ BATCH = [
     Metric("batch/masked_samples", "samples", "sum", "Truncated samples masked from the loss."),
     Metric("batch/prompt_tokens", "tokens", "sum", "Prompt tokens of the batch."),
     Metric("batch/response_tokens", "tokens", "sum", "Response tokens of the batch."),
-    Metric("batch/reused_tokens", "tokens", "sum", "Those of them in groups that an earlier step has trained."),
+    Metric("batch/reused_tokens", "tokens", "sum", "Response tokens in groups that an earlier step has trained."),
     Metric("batch/trained_tokens", "tokens", "sum", "Prompt and response tokens that passed through the update."),
     Metric("batch/loss_tokens", "tokens", "sum", "Response tokens with a loss."),
     Metric("batch/length_mean", "tokens", "mean", "Mean response length of the trained groups' samples."),
@@ -104,7 +104,7 @@ BATCH = [
 ]
 
 DATA = [
-    Metric("data/{set}/groups", "groups", "sum", "Groups of this batch that are of the set."),
+    Metric("data/{set}/groups", "groups", "sum", "Groups of the set in this batch."),
     Metric("data/{set}/reward_mean", "reward", "mean", "Their mean reward, before KL and length shaping."),
     Metric(
         "data/{set}/teacher_kl",

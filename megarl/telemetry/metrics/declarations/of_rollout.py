@@ -87,9 +87,7 @@ ROLLOUT = [
     Metric("rollout/running_max", "requests", "max", "Most requests in the batch of one engine.", True),
     Metric("rollout/waiting_max", "requests", "max", "Most requests without a place in an engine's batch.", True),
     Metric("rollout/cut", "responses", "sum", "Responses cut at their group's deadline.", True),
-    Metric(
-        "rollout/groups_kept", "groups", "sum", "Groups from before a resume, used again or continued.", faults=True
-    ),
+    Metric("rollout/groups_kept", "groups", "sum", "Groups from before a resume, reused or continued.", faults=True),
     Metric(
         "rollout/prefetch_seconds",
         "s",
@@ -98,7 +96,7 @@ ROLLOUT = [
         "that the trainer waited for.",
         True,
     ),
-    Metric("rollout/replicas_alive", "replicas", "last", "Replicas that work.", faults=True),
+    Metric("rollout/replicas_alive", "replicas", "last", "Working replicas.", faults=True),
     Metric(
         "rollout/rebuilds",
         "times",
@@ -110,7 +108,7 @@ ROLLOUT = [
         "rollout/workers_alive",
         "workers",
         "last",
-        "Agent workers that run; none with `rollout.agent_workers: 0`.",
+        "Running agent workers; none with `rollout.agent_workers: 0`.",
         faults=True,
     ),
     Metric(

@@ -1,10 +1,8 @@
-"""Metrics of the run as a whole: alarms of the monitor, and totals."""
+"""Metrics of the run as a whole: held-out evaluations, alarms of the monitor, and totals."""
 
 from __future__ import annotations
 
 from megarl.telemetry.metrics.registry import Metric
-
-# Metrics of held-out evaluations.
 
 EVAL = [
     Metric("eval/step", "steps", "last", "Steps done when the evaluation began."),
@@ -43,25 +41,24 @@ EVAL = [
     ),
 ]
 
-
 MONITOR = [
     Metric("monitor/alarms", "alarms", "sum", "Alarms in the step, including those that began earlier."),
     Metric("monitor/active", "alarms", "last", "Rules in alarm after the step, counted per replica."),
     Metric("monitor/skipped", "steps", "sum", "1 if an alarm skipped the batch."),
-    Metric("monitor/forced_syncs", "syncs", "sum", "1 if an alarm had the weights published after the step."),
-    Metric("monitor/quarantined", "replicas", "sum", "Replicas that alarms took out after the step."),
+    Metric("monitor/forced_syncs", "syncs", "sum", "1 if an alarm forced a publication after the step."),
+    Metric("monitor/quarantined", "replicas", "sum", "Replicas that alarms removed after the step."),
     Metric(
         "monitor/logprob_gap",
         "nats",
         "last",
-        "Mean |engine - trainer| of the tokens of the smallest version lag that has `monitor.min_tokens`, divided by "
-        "1 + lag.",
+        "Mean |engine - trainer| over the tokens of the smallest version lag with at least `monitor.min_tokens` "
+        "tokens, divided by 1 + lag.",
     ),
     Metric(
         "monitor/replica_gap_max",
         "ratio",
         "last",
-        "Mean |engine - trainer| of a replica over that of the median of the others at equal lags; the largest of all "
+        "Mean |engine - trainer| of a replica over the median of the others at equal lags; the largest of all "
         "replicas. None with one replica.",
     ),
     Metric(
@@ -83,23 +80,23 @@ TOTAL = [
         "total/groups_rolled_back",
         "groups",
         "last",
-        "Groups that were started and that a resume discarded; not in the other totals, because they are drawn again.",
+        "Started groups that a resume discarded; not in the other totals, because they are drawn again.",
         faults=True,
     ),
     Metric(
         "total/failed_writes",
         "writes",
         "last",
-        "Failed writes of metrics, samples or the summary to the file system or a service since this start of the "
-        "run; lines of `metrics.jsonl` and `samples.jsonl` are written later.",
+        "Failed writes of metrics, samples or the summary to disk or a service since this start of the run; lines of "
+        "`metrics.jsonl` and `samples.jsonl` are written later.",
         faults=True,
     ),
     Metric(
         "total/lost_events",
         "events",
         "last",
-        "Events that trainer rank 0 lost since this start of the run because its disk was slow, full or away. Other "
-        "processes count theirs in `RUN_DIR/events`.",
+        "Events that trainer rank 0 lost since this start of the run because its disk was slow, full or unreachable. "
+        "Other processes count theirs in `RUN_DIR/events`.",
         True,
     ),
     Metric("total/trained_samples", "samples", "last", "Samples trained on."),

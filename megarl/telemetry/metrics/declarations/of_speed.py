@@ -105,7 +105,7 @@ PERF = [
         "perf/trainer_peak_memory_gib",
         "GiB",
         "max",
-        "Peak device memory (resident memory on CPU) of the trainer rank with the most.",
+        "Largest peak device memory (resident memory on CPU) of a trainer rank.",
         True,
     ),
     Metric("perf/host_memory_gib", "GiB", "max", "Resident memory of a trainer rank.", True),
@@ -114,15 +114,15 @@ PERF = [
         "GiB",
         "max",
         "With `rollout.share_gpus`: GPU memory in use after the engine went to sleep, while the trainer is parked; on "
-        "a CPU the worker's memory, without that before it made the model. The largest of all.",
+        "a CPU the growth of the worker's memory since before it built the model. The largest of all.",
         True,
     ),
     Metric(
         "perf/trainer_residue_gib",
         "GiB",
         "max",
-        "With `rollout.share_gpus`: GPU memory of torch's allocator while the trainer is parked; on a CPU the rank's "
-        "memory, without that before it built the policy. The largest of all ranks.",
+        "With `rollout.share_gpus`: GPU memory of torch's allocator while the trainer is parked; on a CPU the growth "
+        "of the rank's memory since before it built the policy. The largest of all ranks.",
         True,
     ),
 ]

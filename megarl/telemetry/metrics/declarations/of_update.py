@@ -51,12 +51,12 @@ POLICY = [
 CORRECTION = [
     Metric("correction/weight_mean", "1", "weighted", "Mean weight; 1 where trainer and engine agree."),
     Metric("correction/weight_max", "1", "max", "Largest weight."),
-    Metric("correction/capped_share", "share", "weighted", "Share of tokens whose weight was cut at the cap."),
+    Metric("correction/capped_share", "share", "weighted", "Share of tokens whose weight was capped."),
     Metric(
         "correction/masked_share",
         "share",
         "weighted",
-        "Share of tokens outside the band of the weight or left out by a mask.",
+        "Share of tokens that the band of the weight or a mask excludes.",
     ),
     Metric(
         "correction/ess",
@@ -64,26 +64,21 @@ CORRECTION = [
         "weighted",
         "Relative effective sample size of the weights, masked tokens with 0; 1 if all are equal.",
     ),
-    Metric(
-        "correction/sequence_ess", "share", "weighted", "The same of the sequences, each by its tokens' mean weight."
-    ),
-    Metric(
-        "correction/capped_sequences_share", "share", "weighted", "Share of sequences with a token that was capped."
-    ),
-    Metric("correction/masked_sequences_share", "share", "weighted", "Share of sequences with a token that is masked."),
-    Metric("correction/dropped_sequences_share", "share", "weighted", "Share of sequences that are masked as a whole."),
+    Metric("correction/sequence_ess", "share", "weighted", "The same over sequences, each by its tokens' mean weight."),
+    Metric("correction/capped_sequences_share", "share", "weighted", "Share of sequences with a capped token."),
+    Metric("correction/masked_sequences_share", "share", "weighted", "Share of sequences with a masked token."),
+    Metric("correction/dropped_sequences_share", "share", "weighted", "Share of completely masked sequences."),
     Metric(
         "correction/{mask}/rejected_share",
         "share",
         "weighted",
-        "Share of tokens that this one of `algorithm.correction.masks` leaves out.",
+        "Share of tokens that this mask of `algorithm.correction.masks` excludes.",
     ),
     Metric(
         "correction/{mask}/largest",
         "nats",
         "max",
-        "Largest size of what this mask bounds, over tokens or sequences: of an estimate of the KL, or of the "
-        "logarithm of a ratio.",
+        "Largest absolute value that this mask bounds, over tokens or sequences: a KL estimate or a log-ratio.",
     ),
 ]
 
@@ -109,8 +104,7 @@ MISMATCH = [
         "mismatch/lag/{lag}/tokens",
         "tokens",
         "sum",
-        "Tokens whose weights were this many updates older than those they are compared with; the last of 16 lags has "
-        "all older ones.",
+        "Tokens whose weights were this many updates older than the trainer's; the last of 16 lags has all older ones.",
     ),
     Metric("mismatch/lag/{lag}/logprob_abs_diff", "nats", "weighted", "Mean |engine - trainer| over them."),
     Metric("mismatch/lag/{lag}/k3_kl", "nats", "weighted", "k3 estimate of KL(engine || trainer) over them."),
