@@ -136,7 +136,12 @@ class EngineCalls:
                 call("pause", self._recompute_kv)
             call("start_weight_update")
             left = max(0.1, deadline - time.monotonic())
-            update = {"sync": sync, "version": version, "layer_span": plan.layer_span, "plan_hash": plan.hash}
+            update: dict[str, Any] = {
+                "sync": sync,
+                "version": version,
+                "layer_span": plan.layer_span,
+                "plan_hash": plan.hash,
+            }
             update |= {"slept": True} if self._asleep else {}
             update |= {"left_out": sorted(plan.left_out)} if plan.left_out else {}
             call("update_weights", {**update, "timeout_s": left}, limit_s=left + EXTRA_WAIT_S)
