@@ -83,11 +83,7 @@ def passes_of_a_step(
         seen: list[list[int]] = []
         for place, chunks in enumerate((policy.module_chunks, policy.reference.chunks)):
             for tower in _towers(chunks):
-                tower.visual.patch_embed.register_forward_hook(
-                    lambda module, inputs, output, place=place: seen[-1].__setitem__(
-                        place, seen[-1][place] + len(output)
-                    )
-                )
+                tower.visual.patch_embed.register_forward_hook(_counter(seen, place))
         _, mine = own_share(samples)
         logprobs, kept = [], 0
         for _ in range(2):
@@ -101,6 +97,15 @@ def passes_of_a_step(
                 kept = sum(part.nbytes for of in policy._feature_caches for parts in of.values() for part in parts)
         planned = TrainerRank.of(config, policy.info, policy.layout, fused=False).feature_cache_bytes()
         return {"logprobs": logprobs, "seen": seen, "kept": kept, "planned": planned}
+
+
+def _counter(seen: list[list[int]], place: int) -> Callable[[Any, Any, Tensor], None]:
+    """A hook that adds its module's outputs to place `place` of the last element of `seen`."""
+
+    def count(module: object, inputs: object, output: Tensor) -> None:
+        seen[-1][place] += len(output)
+
+    return count
 
 
 def save_and_resume(
