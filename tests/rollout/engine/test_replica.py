@@ -233,6 +233,12 @@ async def test_a_replica_ends_when_all_processes_of_its_engine_have(
         await replica.shutdown()
 
 
+async def test_an_engine_on_shared_gpus_starts_asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica: Any = await started(tmp_path, monkeypatch, load_weights=False, share_gpus=True)
+    assert replica._engine.calls == [("sleep", 2, "keep")]
+    assert replica._weights.asleep == {"weights", "kv_cache"}
+
+
 @pytest.mark.parametrize(("interval_s", "hold_s"), [(0.1, 0.05), (5.0, 0.2)])
 def test_an_engine_holds_no_tokens_for_longer_than_reports_allow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval_s: float, hold_s: float

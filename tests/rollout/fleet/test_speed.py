@@ -106,6 +106,26 @@ def test_no_token_and_no_second_is_lost_or_counted_twice(steps: list[tuple[str, 
             calls -= 1
 
 
+def test_time_without_work_does_not_count_and_calls_that_overlap_count_once() -> None:
+    work = Work()
+    work.begin(10.0)
+    work.begin(11.0)
+    work.note(30, 12.0)
+    work.end(12.0)
+    work.note(10, 14.0)
+    work.end(14.0)
+    work.begin(100.0)
+    work.note(20, 102.0)
+    assert work.take() == 10.0
+    work.note(8, 104.0)
+    assert work.take() == 4.0
+    work.end(106.0)
+    assert work.take() is None
+    work.begin(200.0)
+    work.note(8, 202.0)
+    assert work.take() == 2.0, "the seconds up to the end of a call count with the next tokens"
+
+
 def test_the_metrics_are_declared_and_have_the_extremes() -> None:
     values = rate_metrics({0: Work(tokens=10, busy_s=2.0), 3: Work(), 7: Work(tokens=6, busy_s=3.0)})
     assert values["rollout/replica_tokens_per_second_min"] == 2.0

@@ -82,6 +82,13 @@ async def test_the_batches_of_two_steps(local: LocalController) -> None:
     assert source.finished == {group: [group + 1.0] * SAMPLES for group in range(6)}
 
 
+async def test_versions_without_admission_start_nothing(local: LocalController) -> None:
+    """The loop publishes a version, evaluates it, and only then lets groups start."""
+    assert (await local.controller.set_version(0, admit=False)).admitted == 0
+    assert (await local.controller.admit()).admitted == GROUPS
+    assert local.fleet.joined == 1  # replaced replicas serve from the version on
+
+
 async def test_a_batch_that_does_not_come_names_the_groups_in_flight(local: LocalController) -> None:
     local.fleet.held = {1}
     await local.controller.set_version(0)

@@ -203,8 +203,9 @@ def test_a_replica_can_stop_the_run() -> None:
 
 def test_a_forced_sync_lasts_as_long_as_the_alarm() -> None:
     run = Made(monitor__rules__ess={"action": "sync", "patience": 1})
-    published = [run.step(n, compared={"ess": ess})[0] for n, ess in enumerate((0.2, 0.2, 0.9, 0.2))]
-    assert published == [True, True, False, True]
+    steps = [run.step(n, compared={"ess": ess}) for n, ess in enumerate((0.2, 0.2, 0.9, 0.2))]
+    assert [published for published, _ in steps] == [True, True, False, True]
+    assert [metrics["monitor/forced_syncs"] for _, metrics in steps] == [1, 1, 0, 1]
     assert len(run.said) == 3 and run.said[0].endswith("; the weights are published at once")
 
 

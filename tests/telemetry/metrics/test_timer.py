@@ -64,6 +64,16 @@ def test_misuse(clock: Clock) -> None:
         timer.finish_step()
 
 
+def test_each_step_starts_at_zero(clock: Clock) -> None:
+    timer = PhaseTimer(clock)
+    with timer.phase("sync"):
+        clock.now += 3.0
+    timer.finish_step()
+    clock.now += 2.0
+    second = timer.finish_step()
+    assert (second["time/sync"], second["time/step"], second["time/other"]) == (0.0, 2.0, 2.0)
+
+
 def test_engine_time_beyond_the_wait_hides_no_overhead(clock: Clock) -> None:
     """An engine that also ran while the trainer computed must not be subtracted twice."""
     timer = PhaseTimer(clock)
