@@ -105,6 +105,12 @@ def delta_rule(even: float = 1.01, long: float = 1.81) -> list[Ratio]:
     return load_script("delta_rule").rows_of({name: {"ours": [1.0], "theirs": [each]} for name, each in ratios.items()})
 
 
+def router_replay(replayed: float = 1.04, payload: float = 1.04) -> list[Ratio]:
+    script = load_script("router_replay")
+    seconds = {side: {part: [each] for part in script.PARTS} for side, each in ((True, replayed), (False, 1.0))}
+    return script.rows_of(seconds, payload)
+
+
 # What makes the rows, and changes that are beyond a bound, with a part of the name of the row that must tell it.
 CASES: dict[Callable[..., list[Ratio]], list[tuple[dict[str, Any], str]]] = {
     async_vs_sync: [
@@ -125,6 +131,7 @@ CASES: dict[Callable[..., list[Ratio]], list[tuple[dict[str, Any], str]]] = {
         ({"private_gib": 1.6}, "dense_import_memory"),
     ],
     delta_rule: [({"even": 0.99}, "8 x 256"), ({"long": 1.79}, "1 x 2048")],
+    router_replay: [({"replayed": 1.06}, "step"), ({"payload": 1.06}, "payload")],
     control_plane: [
         ({"rate": 999.0}, "rate"), ({"in_flight": 9999.0}, "in flight"), ({"cost": 0.7}, "cost"),
         ({"memory": 1.06}, "memory"),

@@ -34,7 +34,7 @@ def run(name: str, output: Path) -> list[dict[str, object]]:
 
 
 def test_all_benchmarks_are_here() -> None:
-    assert len(SCRIPTS) == 12 and {"chaos.soak", "load.control_plane", "weight_sync"} <= set(SCRIPTS)
+    assert len(SCRIPTS) == 13 and {"chaos.soak", "load.control_plane", "weight_sync"} <= set(SCRIPTS)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
