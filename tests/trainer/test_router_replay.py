@@ -18,6 +18,7 @@ from megarl.queue.routes import RoutesSpec
 from megarl.trainer.batch import TrainSample, check_routes
 from tests.support.losses.rl_problem import LAYERS, plain_gradients_of, plain_loss
 from tests.support.models.tensors import merge, worst
+from tests.support.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.world
 
@@ -189,6 +190,19 @@ def test_updates_replay_the_experts_of_the_old_logprob_pass(recorded: Callable[.
     assert all(torch.equal(value, one["experts"][key]) for key, value in got["experts"].items())
     assert worst(got["gradients"], one["gradients"]) <= GRADIENT
     assert worst(recorded(1, model, {}, replay=False)["gradients"], one["gradients"]) > FOUND
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_200_steps(world: Callable[[int], Any], tmp_path: Path) -> None:
+    """64 bytes per token, 100 kB per step. What Megatron keeps for a backward pass would be 8 times that, each pass."""
+    model = make_tiny_model(
+        tmp_path / "model", "qwen3_moe", num_hidden_layers=4, num_experts=32, num_experts_per_tok=16
+    )
+    arguments = {"model_dir": model, "steps": 200, "warm": 40, "tokens": 1600}
+    ((given, grown),) = world(1).run("tests.support.ranks.models.routes:memory_grown", timeout=600, **arguments)
+    print(f"{given / 2**20:.1f} MiB of experts after step 40, and memory has grown by {grown / 2**20:.1f}")
+    assert given > 15 * 2**20
+    assert grown < given / 3
 
 
 def sample(routes: torch.Tensor | None) -> TrainSample:

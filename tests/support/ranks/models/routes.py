@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,10 +13,14 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
+from megarl.common.process.memory_tuning import anonymous_bytes, return_freed_memory
+from megarl.queue.routes import Routes
+from megarl.queue.row_format import decode, encode
 from megarl.trainer import policy as policy_module
 from megarl.trainer.batch import TrainSample
 from megarl.trainer.moe import RoutedExperts
 from megarl.trainer.policy import Policy
+from tests.support.losses.samples import trajectory_of
 from tests.support.ranks.training.policy import exported_gradients, one_each, own_share, policy_under
 
 R2 = {"trainer__router_replay": "r2", "algorithm__old_logprobs": "trainer"}
@@ -89,6 +95,38 @@ def move_routers(policy: Policy) -> None:
             if isinstance(module, TopKRouter):
                 generator = torch.Generator().manual_seed(module.layer_number)
                 module.weight += 0.05 * torch.randn(module.weight.shape, generator=generator)
+
+
+def memory_grown(model_dir: Path, steps: int, warm: int, tokens: int) -> tuple[int, int]:
+    """(bytes of the experts that came after step `warm`, growth of this process's own memory since then).
+
+    Each step replays other experts of `tokens` tokens, as they come out of the queue, in a pass and in an update.
+    """
+    options: dict[str, Any] = {
+        "trainer__router_replay": "r3", "algorithm__old_logprobs": "trainer", "algorithm__kl": {"coef": 0.0},
+        "trainer__micro_batch_tokens": tokens, "sampling__max_tokens": tokens,
+    }  # fmt: skip
+    generator, before, given = torch.Generator().manual_seed(0), 0, 0
+    with policy_under(model_dir, {}, **options) as policy:
+        assert policy.routed is not None
+        spec = policy.routed.spec
+        for step in range(steps):
+            ids = torch.randint(1, 90, (tokens,), generator=generator).tolist()
+            scores = torch.rand(tokens - 1, spec.layers, spec.experts, generator=generator)
+            routes = Routes(scores.topk(spec.topk).indices.to(torch.uint8).numpy())
+            made = trajectory_of(ids[1:], response_mask=[1] * (tokens - 1))
+            (row,) = decode(*encode([replace(made, prompt_ids=ids[:1], routes=routes)]))
+            sample = TrainSample.of(row)
+            sample.set_advantage(1.0)
+            policy.set_routes([sample], {row.key: row.routes})
+            (sample.streams["old_logprobs"],) = policy.compute_logprobs([sample])
+            policy.update([sample])
+            given += routes.experts_TLK.nbytes if step > warm else 0
+            if step in (warm, steps - 1):
+                gc.collect()
+                return_freed_memory()
+                before, grown = anonymous_bytes(), anonymous_bytes() - before
+    return given, grown
 
 
 def left_behind() -> int:
