@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
+from megarl.checkpoint.save.directory import CheckpointDirectory
+from megarl.queue.dump import read_batch
+from megarl.queue.routes import Routes
+from megarl.rollout.resume.journal import JOURNAL_FILE
+from megarl.rollout.resume.journal_file import JournalFile
+from megarl.rollout.resume.journal_records import decode_unfinished, read_head
 from tests.support.runs.run import ON_POLICY_MAX, ON_POLICY_MEAN, Run, tiny_config, train
+from tests.support.runs.whole_runs import JOURNAL_S, actors, killed_after, start_run, wait_for
 from tests.support.trainer.configs import with_changes
 
 pytestmark = pytest.mark.engine
@@ -21,7 +28,10 @@ def run_config(directory: Path, model: dict[str, Any] = MIXTURE, **changes: Any)
 
 
 def run(tree: dict[str, Any]) -> Run:
-    done = train(tree)
+    return sound(train(tree), tree)
+
+
+def sound(done: Run, tree: dict[str, Any]) -> Run:
     assert done.code == 0, done.output[-4000:]
     assert [record["step"] for record in done.metrics] == list(range(1, tree["run"]["steps"] + 1))
     assert not any(record["batch/failed_samples"] for record in done.metrics)
@@ -36,20 +46,64 @@ def assert_exact(done: Run) -> None:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "experts": {"trainer__parallel": {"expert": 2}},
     "context": {"trainer__parallel": {"context": 2, "expert": 2}},
+    "sequence": {"trainer__parallel": {"tensor": 2, "sequence": True}},
+    "pipeline": {"trainer__parallel": {"pipeline": 2}},
     "shared GPUs": {"rollout__share_gpus": True},
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.slow] * (each != "experts")) for each in CASES])
+@pytest.mark.parametrize("case", ["experts", *(pytest.param(each, marks=pytest.mark.slow) for each in CASES)])
 def test_the_trainer_computes_what_the_engines_did(tmp_path: Path, case: str) -> None:
     """In parts that agent workers pass on, with layers computed again."""
     tree = run_config(
         tmp_path, **R3, trainer__recompute="full", rollout__agent_workers=1, rollout__report_interval_s=0.05,
-        run__steps=3, **CASES[case],
+        run__steps=3, **CASES.get(case, {"trainer__parallel": {"expert": 2}}),
     )  # fmt: skip
     assert_exact(run(tree))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["every process", "controller"])
+def test_a_run_goes_on_with_the_experts_of_its_journal(tmp_path: Path, victim: str) -> None:
+    """Killed in the middle of responses. What the journal has of them stays, experts included."""
+    tree = run_config(
+        tmp_path, **R3, trainer__parallel={"context": 2, "expert": 2}, trainer__micro_batch_tokens=1024,
+        run__steps=3, checkpoint__every=1, telemetry={"dump_batches": True}, sampling__max_tokens=200,
+        rollout={"max_num_seqs": 4, "journal_s": JOURNAL_S, "report_interval_s": 0.05},
+    )  # fmt: skip
+    run_dir = tmp_path / "run"
+    process = start_run(tree)
+    with killed_after(process, run_dir):
+        wait_for(lambda: bool(CheckpointDirectory(run_dir / "checkpoints").steps()) and bool(begun(run_dir)), process)
+        if victim == "controller":
+            [controller] = actors(run_dir, "RolloutController")
+            controller.kill()
+            kept = begun(run_dir)
+            output, _ = process.communicate(timeout=600)
+            done = sound(Run(process.returncode, output, run_dir), tree)
+    if victim != "controller":
+        kept = begun(run_dir)
+        done = run(tree)
+    assert_exact(done)
+    rows = [row for step in range(3) for row in read_batch(run_dir / "batches", step).trajectories]
+    whole = {place: row.routes for row in rows if (place := (row.group_id, row.sample_index)) in kept}
+    assert whole and all(
+        routes is not None and routes.of(0, len(kept[place])) == kept[place] for place, routes in whole.items()
+    )
+    assert any(len(kept[place]) < len(routes or ()) for place, routes in whole.items()), "all were complete"
+
+
+def begun(run_dir: Path) -> dict[tuple[int, int], Routes]:
+    """The experts that the journal has of each response (group, sample) of the second step that has not ended."""
+    found: dict[tuple[int, int], Routes] = {}
+    for record in JournalFile(run_dir / JOURNAL_FILE).read():
+        if (head := read_head(record))["kind"] != "unfinished" or head["group"] < 4:
+            continue
+        for (sample, _), response in decode_unfinished(record).responses.items():
+            if response.tokens.routes is not None and response.tokens.finish_reason is None:
+                found[head["group"], sample] = response.tokens.routes
+    return found
 
 
 @pytest.mark.slow

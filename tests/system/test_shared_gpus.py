@@ -100,6 +100,7 @@ def test_shared_gpus_give_the_same_run_in_every_bit(tmp_path: Path) -> None:
 CASES: dict[str, dict[str, Any]] = {
     "one version per response": {"rollout": {"partial_rollout": False}},
     "mixture of experts": {"model": {"family": "qwen3_moe"}, "trainer": {"parallel": {"expert": 2}}},
+    "replayed experts": {"model": {"family": "qwen3_moe"}, "trainer": {"router_replay": "r3"}},
     "engine of two workers": {"rollout": {"tensor_parallel": 2}},
     "pipeline": {"trainer": {"parallel": {"pipeline": 2}}},
     "bf16": {"trainer": {"precision": "bf16"}},

@@ -93,7 +93,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 def request(name: str, prompt: list[int], tokens: int) -> GenerateRequest:
     """Without a seed: on a CPU vLLM dies of one if a prompt is read in parts (`engine_args._whole_prompts`)."""
-    return GenerateRequest(name, prompt, SamplingSpec(tokens, 1.0, (), ignore_eos=True))
+    return GenerateRequest(name, prompt, SamplingSpec(tokens, 1.0, (), ignore_eos=True), routes_from=0)
 
 
 def prompts(count: int, length: int, same: int) -> list[list[int]]:
@@ -141,3 +141,9 @@ def test_another_engine_goes_on_with_the_experts_that_are_missing(engine: Engine
     (second,) = engine.answer([rest])
     assert second.routes is not None and len(second.routes) == 14
     engine.check(prompt, join_parts(first, second))
+
+
+def test_nobody_gets_experts_who_does_not_ask_for_them(engine: Engine) -> None:
+    asked = prompts(2, 8, same=0)
+    made = engine.answer([replace(request(f"eval-{n}", each, 24), routes_from=None) for n, each in enumerate(asked)])
+    assert [len(part.response_ids) for part in made] == [24, 24] and all(part.routes is None for part in made)
