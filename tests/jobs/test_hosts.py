@@ -101,6 +101,25 @@ def test_a_job_runs_to_its_end(hosts: Hosts, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_each_host_has_a_rank_and_an_engine_where_they_share_gpus(two_hosts: Hosts, tmp_path: Path) -> None:
+    """A rank relays weights to the engine on its own host only."""
+    rollout = {"replicas": 2, "share_gpus": True, "max_model_len": 64}
+    config = write_job(tmp_path, steps=4, trainer={"gpus_per_node": 1}, rollout=rollout)
+    run_dir = tmp_path / "run"
+    process, log = start_job(two_hosts, config)
+    try:
+        wait_for(lambda: len(step_records(run_dir)) > 0 or process.poll() is not None, 400, "the first step", log)
+        for index in (0, 1):
+            here = commands(two_hosts, index)
+            assert here.count("ray::EngineReplica") == 1 and "train_rl.py" in here, log.read_text()[-4000:]
+        assert process.wait(timeout=600) == 0, log.read_text()[-4000:]
+    finally:
+        process.kill()
+    check_steps(run_dir, 4)
+    check_groups(run_dir)
+
+
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_and_a_lost_host_ends_the_job_with_its_name(hosts: Hosts, tmp_path: Path) -> None:
     """First a trainer rank is killed: the ranks of both hosts restart. Then a trainer host loses its power.
 
