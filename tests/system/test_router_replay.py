@@ -23,8 +23,10 @@ WIDE = {**MIXTURE, "hidden_size": 128, "moe_intermediate_size": 64, "mlp_only_la
 R3 = {"trainer__router_replay": "r3"}
 
 
-def run_config(directory: Path, model: dict[str, Any] = MIXTURE, **changes: Any) -> dict[str, Any]:
-    return with_changes(tiny_config(directory, family="qwen3_moe", **model), changes)
+def run_config(
+    directory: Path, model: dict[str, Any] = MIXTURE, family: str = "qwen3_moe", **changes: Any
+) -> dict[str, Any]:
+    return with_changes(tiny_config(directory, family=family, **model), changes)
 
 
 def run(tree: dict[str, Any]) -> Run:
@@ -61,6 +63,13 @@ def test_the_trainer_computes_what_the_engines_did(tmp_path: Path, case: str) ->
         run__steps=3, **CASES.get(case, {"trainer__parallel": {"expert": 2}}),
     )  # fmt: skip
     assert_exact(run(tree))
+
+
+@pytest.mark.slow
+def test_so_it_does_next_to_delta_net(tmp_path: Path) -> None:
+    """Its engines have no prefix cache on a CPU."""
+    sizes = {"num_hidden_layers": 4, "moe_intermediate_size": 64}
+    assert_exact(run(run_config(tmp_path, sizes, "qwen3_5_moe", **R3, trainer__parallel={"expert": 2})))
 
 
 @pytest.mark.slow

@@ -114,6 +114,15 @@ FULL: list[Case] = [
     (4, "moe", CP2 | PP2 | {"expert": 2}, {}),
     (4, "latent", CP2 | SP2, {}),
     (4, "latent", {"context": 4}, {"packed": False}),
+    (2, "delta", VPP2, {}),
+    (2, "delta", SP2, RECOMPUTED),
+    (2, "delta_moe", VPP2, {"packed": False}),
+    (4, "delta_moe", {"expert": 2, **PP2}, {}),
+    (2, "delta_next", {"expert": 2, "expert_tensor": 1, **SP2}, {}),
+    (2, "delta_next", PP2, {}),
+    (2, "glm", {"expert": 2, "expert_tensor": 1, **SP2}, {}),
+    (2, "glm", PP2 | {"last_stage_layers": 1}, {}),
+    (2, "glm_lite", {"expert": 2}, {}),
 ]  # fmt: skip
 
 
@@ -145,7 +154,11 @@ def test_gradients_agree_with_one_rank_everywhere(trained: Callable[..., Any], c
     check(trained, case)
 
 
-@pytest.mark.parametrize("model", ["dense", "tied", "moe", "biased", "llama", "latent", "delta", "delta_moe"])
+@pytest.mark.parametrize(
+    "model",
+    ["dense", "tied", "moe", "biased", "llama", "latent", "delta", "delta_moe"]
+    + [pytest.param(each, marks=pytest.mark.slow) for each in ("delta_next", "glm", "glm_lite")],
+)
 def test_one_rank_agrees_with_plain_transformers(
     trained: Callable[..., Any],
     model_dir: Callable[[str], Path],

@@ -100,6 +100,12 @@ def test_ranks_of_several_hosts_read_for_each_other(
     [
         ((2, TP2), (2, PP2), "dense"),
         ((2, TP2), (2, PP2), "delta"),
+        pytest.param(
+            (2, EP2 | TP2 | {"sequence": True, "expert_tensor": 1}), (2, PP2), "delta_moe", marks=pytest.mark.slow
+        ),
+        pytest.param((2, PP2), (2, EP2), "delta_next", marks=pytest.mark.slow),
+        pytest.param((2, EP2), (2, PP2 | {"last_stage_layers": 1}), "glm", marks=pytest.mark.slow),
+        pytest.param((2, PP2), (2, EP2), "glm_lite", marks=pytest.mark.slow),
         pytest.param((2, {}), (1, {}), "dense", marks=pytest.mark.slow),
         ((2, EP2), (1, {}), "moe"),
         pytest.param((1, {}), (2, TP2 | {"sequence": True}), "dense", marks=pytest.mark.slow),

@@ -37,6 +37,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "window": ("mistral", {"sliding_window": 6}),
     "delta": ("qwen3_5", {}),
     "delta_moe": ("qwen3_5_moe", {}),
+    "delta_next": ("qwen3_next", {}),
+    "glm": ("glm4_moe", {}),
+    "glm_lite": ("glm4_moe_lite", {}),
 }
 
 

@@ -145,6 +145,21 @@ def test_requests_in_flight_go_on_under_the_new_version(
     engine.assert_serves(2)
 
 
+@on("delta")
+def test_states_that_are_kept_stay_those_of_the_old_weights(engine: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is why `weight_sync.recompute_kv: false` is refused for these models."""
+    engine.publish(1)
+    monkeypatch.setattr(engine.sender._engines, "_recompute_kv", False)
+    future = engine.replica.generate(PROMPTS[0], "kept states", max_tokens=400)
+    time.sleep(0.4)
+    engine.publish(2)
+    response: Response = future.result(120)
+    assert [span[0] for span in response.versions] == ["1", "2"], "the sync must fall into the generation"
+    change = response.versions[1][1]
+    _, logprobs = reference(engine.models[2], PROMPTS[0], response.ids)
+    assert (torch.tensor(response.logprobs) - logprobs).abs()[change:].mean() > 10 * 1e-5
+
+
 @on("dense", "moe TP2")
 def test_an_engine_that_reloads_takes_all_weights_again_after_a_sync_that_another_member_has_interrupted(
     engine: Setup, monkeypatch: pytest.MonkeyPatch
