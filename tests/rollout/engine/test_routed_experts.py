@@ -55,7 +55,7 @@ class Engine:
             parts = await self.requests.report(open_ones, every_s)
             self.reports += 1
             so_far |= {name: join_parts(so_far[name], part) for name, part in parts.items()}
-            if clear and any(0 < len(part.response_ids) and part.finish_reason is None for part in so_far.values()):
+            if clear and any(len(part.response_ids) > 0 and part.finish_reason is None for part in so_far.values()):
                 await self.live._pause(clear_cache=True)
                 await self.live._resume()
                 clear = False

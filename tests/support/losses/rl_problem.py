@@ -38,8 +38,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "delta": ("qwen3_5", {}),
     "delta_moe": ("qwen3_5_moe", {}),
     "delta_next": ("qwen3_next", {}),
-    "glm": ("glm4_moe", {}),
-    "glm_lite": ("glm4_moe_lite", {}),
+    # Few enough experts that each gets tokens.
+    "glm": ("glm4_moe", {"n_routed_experts": 4}),
+    "glm_lite": ("glm4_moe_lite", {"n_routed_experts": 4}),
 }
 
 
