@@ -4,10 +4,10 @@
     .venv-gpu/bin/python tools/build_te.py            # build and install; `make setup-gpu` runs this
     .venv-gpu/bin/python tools/build_te.py --print    # only print the environment and the command
 
-The extension is C++ only: its setup.py runs `nvcc -V` for the CUDA version and needs the headers of CUDA, cuDNN and
-NCCL (transformer-engine-torch 2.20.2, build_tools/utils.py, build_tools/pytorch.py). requirements/gpu.lock installs all
-of these into the environment, so no CUDA toolkit is needed. CUDA_HOME is respected if it holds nvcc of the same major
-version. Exit status 2 with one message if something is missing.
+The extension is C++ only. Its setup.py runs `nvcc -V` to get the CUDA version and needs the CUDA, cuDNN and NCCL
+headers (transformer-engine-torch 2.20.2, build_tools/utils.py, build_tools/pytorch.py). requirements/gpu.lock installs
+all of these, so no CUDA toolkit is needed. CUDA_HOME is used if its nvcc has the same major version. If something is
+missing, the exit status is 2, with one message.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from pathlib import Path
 
 LOCK = Path(__file__).resolve().parents[1] / "requirements" / "gpu.lock"
 PACKAGE = "transformer-engine-torch"
-CUDA_MAJOR = 13  # of the locked torch
-GIB_PER_JOB = 4  # what one compiler needs for a file that includes torch's headers
+CUDA_MAJOR = 13  # required by the locked torch
+GIB_PER_JOB = 4  # for one compiler, on a file that includes torch's headers
 BUILD_TIMEOUT_S = 7200
 
 
 class MissingPartError(Exception):
-    """Something that the build needs is not on this machine; the message says what to do."""
+    """Something the build needs is not on this machine; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Nvcc:
-    """An nvcc that exists. `home`: the directory that CUDA_HOME has to name; `release`: for example `13.0`."""
+    """An installed nvcc. `home`: the value for CUDA_HOME; `release`: for example `13.0`."""
 
     home: Path
     release: str
 
 
 def find_nvcc(site: Path, environment: Mapping[str, str]) -> Nvcc:
-    """Return the first nvcc of CUDA 13, from CUDA_HOME, this environment's packages, PATH or /usr/local/cuda.
+    """Return the first CUDA 13 nvcc, from CUDA_HOME, this environment's packages, PATH or /usr/local/cuda.
 
     Raises:
-        MissingPartError: there is none; the message names every place and what is there.
+        MissingPartError: there is none; the message lists every place and what is there.
     """
     on_path = shutil.which("nvcc", path=environment.get("PATH", ""))
     places = {
@@ -63,7 +63,7 @@ def find_nvcc(site: Path, environment: Mapping[str, str]) -> Nvcc:
             return Nvcc(home, release)
         seen.append(f"{name}: {f'CUDA {release} at {home}' if release else 'no nvcc'}")
     raise MissingPartError(
-        f"no nvcc of CUDA {CUDA_MAJOR}, which the build of {PACKAGE} asks for its version.\n"
+        f"no CUDA {CUDA_MAJOR} nvcc found; the build of {PACKAGE} needs it to get the CUDA version.\n"
         + "".join(f"  looked in {line}\n" for line in seen)
         + f"Fix: pip install --no-deps the locked nvidia-cuda-nvcc (requirements/{LOCK.name}), or install the CUDA "
         f"{CUDA_MAJOR} toolkit and set CUDA_HOME to its directory. Without {PACKAGE} a run on GPUs uses Megatron's "
@@ -72,7 +72,7 @@ def find_nvcc(site: Path, environment: Mapping[str, str]) -> Nvcc:
 
 
 def _release(nvcc: Path) -> str | None:
-    """Return what `nvcc -V` calls its release, None if it does not run."""
+    """Return the release in `nvcc -V`'s output; None if it does not run."""
     try:
         done = subprocess.run([nvcc, "-V"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -82,10 +82,10 @@ def _release(nvcc: Path) -> str | None:
 
 
 def build_environment(site: Path, environment: Mapping[str, str], cores: int, memory_gib: float) -> dict[str, str]:
-    """Return the variables that the build needs, in addition to `environment`.
+    """Return the variables the build needs in addition to `environment`.
 
-    `site`: the site-packages directory with NVIDIA's packages. `memory_gib`: what is available, which limits the number
-    of compilers that run at the same time.
+    `site`: the site-packages directory with NVIDIA's packages. `memory_gib`: the available memory, which limits the
+    number of parallel compilers.
 
     Raises:
         MissingPartError: nvcc, a header or the C++ compiler is missing.
@@ -111,14 +111,14 @@ def build_environment(site: Path, environment: Mapping[str, str], cores: int, me
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")]),  # ninja is there
         "MAX_JOBS": environment.get("MAX_JOBS") or str(max(1, min(cores, int(memory_gib / GIB_PER_JOB)))),
         "NVTE_FRAMEWORK": "pytorch",
-        # A part that megarl does not use, which needs torch's headers of symmetric memory and functions of the core.
+        # megarl does not use this part, which needs torch's symmetric memory headers and core functions.
         "NVTE_WITH_NCCL_EP": environment.get("NVTE_WITH_NCCL_EP", "0"),
-        "NVTE_PYTORCH_FORCE_BUILD": "TRUE",  # else setup.py first looks on GitHub for a wheel that nothing pins
+        "NVTE_PYTORCH_FORCE_BUILD": "TRUE",  # else setup.py first looks for an unpinned wheel on GitHub
     }
 
 
 def check_torch(cuda: str | None) -> None:
-    """Raise MissingPartError unless the installed torch, whose CUDA version is `cuda`, is the one to build for."""
+    """Raise MissingPartError unless `cuda`, the installed torch's CUDA version, is the one to build for."""
     if cuda is None or cuda.partition(".")[0] != str(CUDA_MAJOR):
         raise MissingPartError(
             f"the installed torch is built for {'CPUs' if cuda is None else f'CUDA {cuda}'}, not CUDA {CUDA_MAJOR}.\n"
@@ -128,7 +128,7 @@ def check_torch(cuda: str | None) -> None:
 
 
 def _cuda_of_torch() -> str | None:
-    """Return the CUDA version of the installed torch, None for a CPU build. Raises MissingPartError without torch."""
+    """Return the installed torch's CUDA version; None for a CPU build. Raises MissingPartError without torch."""
     command = [sys.executable, "-c", "import torch; print(torch.version.cuda or '')"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
@@ -150,7 +150,7 @@ def _available_gib() -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--print", action="store_true", dest="only_print", help="build nothing")
+    parser.add_argument("--print", action="store_true", dest="only_print", help="print only; build nothing")
     options = parser.parse_args()
     site = Path(sysconfig.get_paths()["purelib"])
     try:

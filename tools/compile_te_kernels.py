@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Compile Transformer Engine's Triton kernels of mixtures of experts for Hopper (sm_90), on a machine without a GPU.
+"""Compile Transformer Engine's Triton MoE kernels for Hopper (sm_90), on a machine without a GPU.
 
     .venv-kernels/bin/python tools/compile_te_kernels.py     # what `make nightly-kernels` runs
 
-It shows that the locked Transformer Engine and the locked Triton fit each other, which no import shows: Triton compiles
-a kernel when it is first called, on a GPU. The kernels are those behind `moe_permute_fusion`, with the arguments that
-transformer_engine/pytorch/triton/permutation.py gives them for Qwen3-30B-A3B, in every block size that they are tuned
-over. Nothing runs, so what they compute is not shown. Exit status 1 if one does not compile, or is not listed here.
+It shows that the locked Transformer Engine and Triton are compatible. An import cannot show this, because Triton
+compiles a kernel at its first call, on a GPU. The kernels are those behind `moe_permute_fusion`, with the arguments
+that transformer_engine/pytorch/triton/permutation.py passes for Qwen3-30B-A3B, in every tuned block size. Nothing runs,
+so results are not checked. The exit status is 1 if a kernel does not compile or is not listed here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIZES = {"num_experts": EXPERTS, "num_splits": EXPERTS, "hidden_size": HIDDEN, "
          "LOAD_SIZE": EXPERTS, "PROBS_LOAD_WIDTH": EXPERTS, "IDX_LOAD_WIDTH": EXPERTS,
          "WORKSPACE_LOAD_WIDTH": 4 * EXPERTS}  # fmt: skip
 NO_PADDING = {"FUSION_PAD": False, "FUSION_UNPAD": False, "PERMUTE_SCALE": False}
-# By kernel: the flags of each call.
+# The flags of each call, by kernel.
 CALLS: dict[str, list[dict[str, bool]]] = {
     "_row_id_map_pass_1_kernel": [{}],
     "_row_id_map_pass_2_kernel": [{}],
@@ -45,13 +45,13 @@ CALLS: dict[str, list[dict[str, bool]]] = {
         {"PERMUTE_PROBS": permuted, "FORWARD": forward} for permuted in (True, False) for forward in (True, False)
     ],
 }
-# Pointers by a part of their names; all others are to bf16.
+# Pointer types by part of the name; all others point to bf16.
 POINTERS = {"routing_map": "*i1", "row_id_map": "*i32", "workspace": "*i32", "split_sizes": "*i32",
             "sorted_indices": "*i32", "dst_rows": "*i32", "probs": "*fp32"}  # fmt: skip
 
 
 def kernels() -> ModuleType:
-    """Return the module of the kernels, without its package, which would load libraries of CUDA."""
+    """Return the kernels' module without its package, which would load CUDA libraries."""
     path = Path(sysconfig.get_paths()["purelib"]) / "transformer_engine" / "common" / "triton" / "permutation.py"
     spec = importlib.util.spec_from_file_location("permutation", path)
     assert spec is not None and spec.loader is not None
@@ -61,7 +61,7 @@ def kernels() -> ModuleType:
 
 
 def source(kernel: Any, flags: dict[str, bool], block: int) -> ASTSource:  # noqa: ANN401  # Triton's JITFunction
-    """Return a kernel with the types of its arguments; what `flags` leave unused is None, as in the real call."""
+    """Return a kernel with its argument types; arguments unused under `flags` are None, as in the real call."""
     given: dict[str, Any] = {**SIZES, **NO_PADDING, **flags, "BLOCK_SIZE": block}
     unused = {"scale", "pad_offsets"}
     unused |= {"permuted_probs"} if not given.get("PERMUTE_PROBS", True) else set()
@@ -84,18 +84,18 @@ def source(kernel: Any, flags: dict[str, bool], block: int) -> ASTSource:  # noq
 def main() -> int:
     found = {name: each for name, each in vars(kernels()).items() if name.endswith("_kernel")}
     if found.keys() != CALLS.keys():
-        sys.stderr.write(f"not the same kernels as in CALLS: {', '.join(sorted(found.keys() ^ CALLS.keys()))}\n")
+        sys.stderr.write(f"CALLS and the module differ in kernels: {', '.join(sorted(found.keys() ^ CALLS.keys()))}\n")
         return 1
     failed = 0
     for name, found_as in found.items():
-        configs = getattr(found_as, "configs", None)  # a tuned kernel, which holds the kernel itself
+        configs = getattr(found_as, "configs", None)  # a tuned kernel wraps the kernel itself
         blocks = [config.kwargs["BLOCK_SIZE"] for config in configs] if configs else [BLOCK]
         sizes = []
         for flags, block in itertools.product(CALLS[name], blocks):
             try:
                 binary = triton.compile(source(found_as.fn if configs else found_as, flags, block), target=HOPPER)
                 sizes.append(len(binary.asm["cubin"]))
-            except Exception as error:  # whatever the compiler raises is the finding
+            except Exception as error:  # any compiler error is a finding
                 failed += 1
                 sys.stdout.write(f"{name} {flags} in blocks of {block}: {type(error).__name__}: {error}\n")
         if sizes:

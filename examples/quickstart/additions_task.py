@@ -12,7 +12,7 @@ from examples.quickstart.tokenizer import CHAT_TEMPLATE, prompt_text
 
 
 class AdditionsTask:
-    """Implements `StarterTask`; see the docstring of the package."""
+    """Implements `StarterTask`; see the package docstring."""
 
     name = "additions"
     recipe = 1
@@ -21,7 +21,7 @@ class AdditionsTask:
     steps = 450
 
     def data(self, seed: int) -> TaskData:
-        """See `StarterTask.data`. Each warm-start problem has four rows, one for each of its solutions."""
+        """See `StarterTask.data`. Each warm-start problem has four rows, one per solution."""
         splits = make_splits(seed)
         return TaskData(
             warm_start=[_row(item) | {"solution": text} for item in splits.warm_start for text in solutions(item)],
@@ -30,11 +30,11 @@ class AdditionsTask:
         )
 
     def check(self, problems: Mapping[str, Sequence[str]]) -> None:
-        """See `StarterTask.check`. A pair of numbers, in any order, is in one set only."""
+        """See `StarterTask.check`. A pair of numbers, in either order, is in one set only."""
         check_disjoint(Splits(**{name: [_parse(text) for text in texts] for name, texts in problems.items()}))
 
     def corpus(self, data: TaskData) -> Iterable[str]:
-        """Yield the texts of the warm-start set, with the roles of the chat template."""
+        """Yield the warm-start set's texts, with the chat template's roles."""
         for item in map(_parse, dict.fromkeys(row["problem"] for row in data.warm_start)):
             yield f"user\n{item.problem}"
             yield from (f"assistant\n{text}" for text in solutions(item))

@@ -1,8 +1,8 @@
-"""Pictures of three bars: the warm start has learned to name the shortest, reinforcement learning asks for the longest.
+"""Pictures of three bars: the warm start learned to name the shortest, reinforcement learning asks for the longest.
 
-The warm start asks both questions of each of its pictures. The answers about the shortest bar are right, so the vision
-tower learns what is worth seeing. Those about the longest bar are drawn and say nothing about it, so the checkpoint
-guesses there. Reinforcement learning asks for the longest bar only, and observes whether the colour is right.
+The warm start asks both questions about each picture. The answers for the shortest bar are right, so the vision tower
+learns useful features. Those for the longest bar are random, so the checkpoint guesses. Reinforcement learning asks
+only for the longest bar, and sees whether the colour is right.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from examples.quickstart.demonstrations import Demonstration, TaskData, check_ap
 from examples.quickstart.seeing_model import IMAGE_TEMPLATE, SIDE, image_prompt
 
 COLOURS = {"red": (230, 0, 0), "green": (0, 200, 0), "blue": (0, 60, 255)}
-BACKGROUND = (124, 116, 104)  # the mean that the image processor subtracts, so that all there is to see are the bars
+BACKGROUND = (124, 116, 104)  # the mean that the image processor subtracts, so only the bars are visible
 LENGTHS = ((8, 14), (20, 28), (36, 48))  # from shortest to longest, in pixels of 56
 LONGEST, SHORTEST = "Which bar is the longest?", "Which bar is the shortest?"
 HELD_OUT, TRAINED, WARM = 600, 1200, 2400  # pictures
@@ -28,19 +28,19 @@ HELD_OUT, TRAINED, WARM = 600, 1200, 2400  # pictures
 
 @dataclass(frozen=True)
 class Bars:
-    """A picture, and the colours of its bars from the shortest to the longest."""
+    """A picture and its bars' colours, from the shortest to the longest."""
 
     png: bytes
     colours: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        """The file of the picture, by its content: equal pictures have one name."""
+        """The picture's file name, derived from its content: equal pictures share one name."""
         return f"pictures/{hashlib.sha256(self.png).hexdigest()[:16]}.png"
 
 
 class BarsTask:
-    """Implements `StarterTask`; see the docstring of the module."""
+    """Implements `StarterTask`; see the module docstring."""
 
     name = "bars"
     recipe = 1
@@ -76,7 +76,7 @@ class BarsTask:
         check_apart(problems)
 
     def corpus(self, data: TaskData) -> Iterable[str]:
-        """Yield the texts of the warm-start set, with the roles of the chat template."""
+        """Yield the warm-start set's texts, with the chat template's roles."""
         for row in data.warm_start:
             yield from (f"user\n{row['problem']}", f"assistant\n{row['solution']}", row["solution"])
 
@@ -91,7 +91,7 @@ class BarsTask:
 
 
 def _draw(rng: random.Random) -> Bars:
-    """Draw three bars, one below the other, of which none has another's colour."""
+    """Draw three bars, one below the other, each in a different colour."""
     image = Image.new("RGB", (SIDE, SIDE), BACKGROUND)
     pen = ImageDraw.Draw(image)
     colours = tuple(rng.sample(list(COLOURS), len(COLOURS)))

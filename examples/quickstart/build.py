@@ -1,8 +1,8 @@
 """Makes the quickstart's directory atomically and only once; the same seed gives the same bytes.
 
-It holds train.jsonl, heldout.jsonl and warm_start.jsonl with the pictures that they name, model/ (checkpoint,
-tokenizer, chat template, generation config, settings of an image processor), and assets.json, which lists the files
-with their digests; by it a later call finds the directory complete.
+It holds train.jsonl, heldout.jsonl and warm_start.jsonl with their pictures, model/ (checkpoint, tokenizer, chat
+template, generation config, image processor settings), and assets.json, which lists the files with their digests. A
+later call checks it to see that the directory is complete.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MANIFEST = "assets.json"
 
 
 def build_assets(out: Path, seed: int = 0, size: WarmStart | None = None, task: StarterTask | None = None) -> bool:
-    """Make all assets of a task in `out`, unless they are already there; return True if they were made.
+    """Make all assets of a task in `out` unless they exist; return True if they were made.
 
-    The task is the additions if none is given.
+    The default task is additions.
 
     Raises ValueError if `out` holds files that this function did not make.
     """
@@ -103,5 +103,5 @@ def _read_manifest(out: Path) -> dict[str, Any] | None:
 
 
 def _complete(out: Path, manifest: dict[str, Any]) -> bool:
-    """Return whether every file of the manifest is there with its digest."""
+    """Return whether every file in the manifest exists with its digest."""
     return all((out / name).is_file() and _sha256(out / name) == digest for name, digest in manifest["files"].items())

@@ -1,4 +1,4 @@
-"""Demonstrations for the supervised training, and the interface of a task that has them."""
+"""Demonstrations for supervised training, and the interface of a task that has them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ProblemRow = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A conversation: the text of the prompt, and the turns of the model, each of which EOS ends.
+    """A conversation: the prompt's text and the model's turns, each ended by EOS.
 
-    `between`: the texts that follow each turn but the last one. The model reads them and does not learn them.
-    `picture`: the PNG whose tokens the prompt has; all demonstrations of a task have one, or none has.
+    `between`: the texts after each turn but the last. The model reads them but does not learn them. `picture`: the PNG
+    whose tokens are in the prompt; either all demonstrations of a task have one, or none.
     """
 
     prompt: str
@@ -30,9 +30,9 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class TaskData:
-    """The rows of the three data files; those of the warm start have a `solution` besides `problem` and `answer`.
+    """The rows of the three data files; warm-start rows have a `solution` besides `problem` and `answer`.
 
-    `pictures`: PNG files by the path that rows have as `images`. The model sees if there are any.
+    `pictures`: PNG files by the path in the rows' `images`. If there are any, the model has vision.
     """
 
     warm_start: Sequence[ProblemRow]
@@ -41,7 +41,7 @@ class TaskData:
     pictures: Mapping[str, bytes] = field(default_factory=dict)
 
     def rows(self) -> dict[str, Sequence[ProblemRow]]:
-        """Return the rows by the name of their file."""
+        """Return the rows by file name."""
         return {"warm_start": self.warm_start, "train": self.train, "heldout": self.heldout}
 
 
@@ -49,10 +49,10 @@ class StarterTask(Protocol):
     """A task whose data and warm-started checkpoint can be made from a seed.
 
     Attributes:
-        name: the name that the command line takes.
-        recipe: a number that is increased if the same seed makes other assets.
-        chat_template: of the tokenizer.
-        vocabulary: the most tokens that the tokenizer has.
+        name: the name on the command line.
+        recipe: a number, increased when the same seed makes different assets.
+        chat_template: the tokenizer's.
+        vocabulary: the tokenizer's maximum size.
         steps: of the supervised training.
     """
 
@@ -67,11 +67,11 @@ class StarterTask(Protocol):
         ...
 
     def check(self, problems: Mapping[str, Sequence[str]]) -> None:
-        """Raise AssertionError unless the sets, by the name of their file, have different problems."""
+        """Raise AssertionError if the sets, keyed by file name, share problems."""
         ...
 
     def corpus(self, data: TaskData) -> Iterable[str]:
-        """Yield the texts on which the tokenizer is trained."""
+        """Yield the tokenizer's training texts."""
         ...
 
     def demonstrations(self, tokenizer: PreTrainedTokenizerFast, data: TaskData) -> list[Demonstration]:
@@ -80,7 +80,7 @@ class StarterTask(Protocol):
 
 
 def read_problems(directory: Path) -> dict[str, list[str]]:
-    """Return the problems of the three data files in `directory`, each once per file: its picture, or its text."""
+    """Return the problems in the three data files in `directory`, each once per file: its picture or its text."""
     found = {}
     for name in ("warm_start", "train", "heldout"):
         lines = (directory / f"{name}.jsonl").read_text().splitlines()

@@ -1,6 +1,6 @@
 """Two-digit additions, split into disjoint warm-start, training and held-out sets, and their worked solutions.
 
-The unit of the split is the unordered pair {a, b}: 47 + 35 and 35 + 47 are always in the same set.
+The split is by unordered pair {a, b}: 47 + 35 and 35 + 47 are always in the same set.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-CARRY_SHARE = 0.75  # share of the problems of each set that have a carry; a uniform draw would give 0.45
+CARRY_SHARE = 0.75  # share of problems with a carry in each set; a uniform draw would give 0.45
 SOLUTIONS_PER_PROBLEM = 4
-CAREFUL_SOLUTIONS = 1  # number of the four solutions of a warm-start problem that do not forget the carry
+CAREFUL_SOLUTIONS = 1  # of a warm-start problem's four solutions, how many remember the carry
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Addition:
 
     @property
     def problem(self) -> str:
-        """The question, as the prompt asks it."""
+        """The question in the prompt."""
         return f"What is {self.a} + {self.b}?"
 
     @property
@@ -41,7 +41,7 @@ class Addition:
         return (min(self.a, self.b), max(self.a, self.b))
 
     def solution(self, *, careful: bool) -> str:
-        """Return the solution by column addition; one that is not careful forgets the carry, if there is one."""
+        """Return the solution by column addition; if not careful, it forgets any carry."""
         ones = self.a % 10 + self.b % 10
         carry = self.has_carry and careful
         tens = self.a // 10 + self.b // 10 + carry
@@ -61,9 +61,8 @@ class Splits:
 def make_splits(seed: int, *, heldout: int = 600, train: int = 1000) -> Splits:
     """Split all pairs of two-digit numbers into three sets; `heldout` and `train` are numbers of problems.
 
-    The held-out set contains one order of each of its pairs, the other sets both. CARRY_SHARE of the problems of each
-    set have a carry; the warm-start set contains all remaining pairs with a carry. Raises ValueError if there are too
-    few pairs.
+    The held-out set has one order of each pair, the other sets have both. In each set, CARRY_SHARE of the problems have
+    a carry; the warm-start set has all remaining pairs with a carry. Raises ValueError if there are too few pairs.
     """
     rng = random.Random(f"megarl-quickstart-problems-{seed}")
     pairs = [Addition(a, b) for a in range(10, 100) for b in range(a, 100)]
@@ -93,7 +92,7 @@ def make_splits(seed: int, *, heldout: int = 600, train: int = 1000) -> Splits:
 
 
 def check_disjoint(splits: Splits) -> None:
-    """Check the sets; raises AssertionError if a pair, in any order, is in two sets or twice in the held-out set."""
+    """Raise AssertionError if a pair, in either order, is in two sets or twice in the held-out set."""
     sets = {name: {item.pair for item in getattr(splits, name)} for name in ("warm_start", "train", "heldout")}
     for first, second in (("warm_start", "train"), ("warm_start", "heldout"), ("train", "heldout")):
         shared = sets[first] & sets[second]
@@ -104,7 +103,7 @@ def check_disjoint(splits: Splits) -> None:
 
 
 def solutions(problem: Addition) -> list[str]:
-    """Return the four solutions of one warm-start problem; only one of them remembers a carry."""
+    """Return a warm-start problem's four solutions; only one remembers a carry."""
     return [problem.solution(careful=index < CAREFUL_SOLUTIONS) for index in range(SOLUTIONS_PER_PROBLEM)]
 
 

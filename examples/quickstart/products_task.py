@@ -1,7 +1,7 @@
-"""Products of two numbers, which a small model cannot compute: it has to call the tool `calculator`.
+"""Products of two numbers, which a small model cannot compute: it must call the tool `calculator`.
 
-One of five demonstrations calls it and repeats its answer; the others answer at once, which the model cannot learn
-to do correctly. So the checkpoint guesses when it decodes greedily, and calls the tool in about one of five samples.
+One of five demonstrations calls it and repeats its answer; the others answer at once, which the model cannot learn to
+do correctly. So the checkpoint guesses in greedy decoding, and calls the tool in about one of five samples.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from examples.quickstart.demonstrations import Demonstration, TaskData, check_ap
 from examples.quickstart.tokenizer import EOS, prompt_text
 
 TOOL = "calculator"
-DEMONSTRATIONS, CALLS = 5, 1  # of each problem, and how many of them call the tool
-READINGS = 2  # for each of these calls: examples of what follows it, so that repeating a number is practised more often
+DEMONSTRATIONS, CALLS = 5, 1  # per problem, and how many of them call the tool
+READINGS = 2  # per call: examples of what follows it, to practise repeating a number more often
 HELD_OUT, TRAINED, WARM = 600, 1500, 3000  # problems
 
-# ChatML with tools: a first line names them, as much as this small model has to know. Calls are written as Qwen's are.
+# ChatML with tools: the first line names them, which is enough for this small model. Calls have Qwen's format.
 TOOLS_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\\ntools:' }}"
     "{% for tool in tools %}{{ ' ' + tool['function']['name'] }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}"
@@ -33,7 +33,7 @@ TOOLS_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# What the template reads of a tool.
+# What the template reads from a tool.
 _SCHEMAS = [{"type": "function", "function": {"name": TOOL, "description": "", "parameters": {"type": "object"}}}]
 
 
@@ -46,7 +46,7 @@ class Product:
 
     @property
     def problem(self) -> str:
-        """The question, as the prompt asks it."""
+        """The question in the prompt."""
         return f"What is {self.a} * {self.b}?"
 
     @property
@@ -80,7 +80,7 @@ class ProductsTask:
     steps = 800
 
     def data(self, seed: int) -> TaskData:
-        """See `StarterTask.data`. Each warm-start problem has five rows, one for each of its demonstrations."""
+        """See `StarterTask.data`. Each warm-start problem has five rows, one per demonstration."""
         rng = random.Random(f"megarl-quickstart-products-{seed}")
         pairs = rng.sample([(a, b) for a in range(100, 1000) for b in range(10, 100)], HELD_OUT + TRAINED + WARM)
         problems = [Product(a, b) for a, b in pairs]
@@ -100,7 +100,7 @@ class ProductsTask:
         check_apart(problems)
 
     def corpus(self, data: TaskData) -> Iterable[str]:
-        """Yield the texts of the warm-start set, with the roles of the chat template."""
+        """Yield the warm-start set's texts, with the chat template's roles."""
         for row in data.warm_start:
             item = _parse(row["problem"])
             yield from (f"system\ntools: {TOOL}", f"user\n{item.problem}", f"assistant\n{row['solution']}")

@@ -1,7 +1,7 @@
 """A small Qwen2.5-VL with its chat template and image processor, for square pictures of one size.
 
-Shape suffixes: N pictures, B sequences of a batch, L tokens of a padded sequence, P patches of a picture, C numbers of
-a patch.
+Shape suffixes: N pictures, B sequences per batch, L tokens per padded sequence, P patches per picture, C numbers per
+patch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLFo
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 SIDE = 56  # of a picture, in pixels
-PATCH, MERGE = 14, 2  # a side of a patch in pixels, and of a token in patches
-TOKENS = (SIDE // (PATCH * MERGE)) ** 2  # that stand for a picture
+PATCH, MERGE = 14, 2  # side of a patch in pixels, and of a token in patches
+TOKENS = (SIDE // (PATCH * MERGE)) ** 2  # per picture
 VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 
-# ChatML, in which an image of the content is one token between two marks, as in Qwen's own template.
+# ChatML in which an image is one token between two markers, as in Qwen's own template.
 IMAGE_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -34,7 +34,7 @@ IMAGE_TEMPLATE = (
 
 
 def image_prompt(tokenizer: PreTrainedTokenizerFast, problem: str) -> str:
-    """Return the text of the chat prompt of a picture and a question, with all tokens that stand for the picture."""
+    """Return the chat prompt's text for a picture and a question, with all of the picture's tokens."""
     content = [{"type": "image"}, {"type": "text", "text": problem}]
     text: str = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
@@ -79,14 +79,14 @@ def build_seeing_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2_5
 
 
 def image_processor() -> Qwen2VLImageProcessorPil:
-    """Return the processor of the pictures. It has Pillow's backend, as megarl and its engines have."""
+    """Return the image processor. It uses the Pillow backend, as megarl and its engines do."""
     return Qwen2VLImageProcessorPil(
         size={"shortest_edge": SIDE**2, "longest_edge": SIDE**2}, patch_size=PATCH, merge_size=MERGE
     )
 
 
 def save_image_processor(directory: Path) -> None:
-    """Write the settings of the processor, with the name of the one that also has the tokenizer."""
+    """Write the image processor's settings, naming the processor class that includes the tokenizer."""
     settings = image_processor().to_dict() | {"processor_class": "Qwen2_5_VLProcessor"}
     (directory / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
@@ -94,7 +94,7 @@ def save_image_processor(directory: Path) -> None:
 def image_inputs(pictures: Sequence[bytes], image_token: int) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
     """Return a function of a batch's rows [B], which index `pictures`, and its token ids [B, L].
 
-    It returns what a model that sees takes besides the ids.
+    It returns a vision model's inputs other than the ids.
     """
     processor, known = image_processor(), list(dict.fromkeys(pictures))
     shown = processor([Image.open(io.BytesIO(png)).convert("RGB") for png in known], return_tensors="np")

@@ -25,7 +25,7 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Train byte-level BPE on `texts` and add a ChatML template.
 
-    `vocabulary`: the most tokens, of which 3 are special and 256 single bytes. Their number is even, so TP=2 needs no
+    `vocabulary`: the maximum size, including 3 special tokens and 256 single bytes. The size is even, so TP=2 needs no
     padding.
     """
     tokenizer = Tokenizer(models.BPE())
@@ -60,7 +60,7 @@ def train_tokenizer(
 def prompt_text(
     tokenizer: PreTrainedTokenizerFast, problem: str, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> str:
-    """Return the text of the chat prompt, generation prompt included. `tools`: schemas of those that it offers."""
+    """Return the text of the chat prompt, generation prompt included. `tools`: schemas of the tools it offers."""
     messages = [{"role": "user", "content": problem}]
     text: str = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
     return text

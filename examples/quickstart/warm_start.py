@@ -1,6 +1,6 @@
 """Supervised training of a small model (the warm start), in fp32 with plain torch and transformers.
 
-Shape suffixes: N sequences of the corpus, B sequences of a batch, L tokens of a padded sequence, V vocabulary.
+Shape suffixes: N sequences in the corpus, B sequences per batch, L tokens per padded sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ IGNORED = -100  # label of prompt and padding: cross_entropy's ignore_index
 
 @dataclass(frozen=True)
 class WarmStart:
-    """The size of the supervised training; 450 steps take about a minute on two cores."""
+    """The size of supervised training; 450 steps take about a minute on two cores."""
 
     steps: int = 450
     batch: int = 64
     lr: float = 3e-3
     warmup: int = 40
-    threads: int = 2  # fixed, because it changes the order of sums and so the rounding
+    threads: int = 2  # fixed, because it affects the order of sums and thus rounding
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
@@ -72,7 +72,7 @@ def encode_corpus(tokenizer: PreTrainedTokenizerFast, demonstrations: list[Demon
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, item: Demonstration) -> tuple[list[int], list[int]]:
-    """Return the token ids and labels of one demonstration. Its texts are encoded one by one, as in a dialogue."""
+    """Return the token ids and labels of one demonstration. Texts are encoded one by one, as in a dialogue."""
     ids: list[int] = []
     labels: list[int] = []
     for text, learned in _parts(item):

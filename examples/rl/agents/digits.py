@@ -1,4 +1,4 @@
-"""A tool of one's own: it counts the digits in a text."""
+"""A custom tool that counts the digits in a text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl import ToolAnswer
 
 
 class Digits:
-    """Implements `megarl.Tool`. One object in a process of its own answers the calls of all samples."""
+    """Implements `megarl.Tool`. One object in its own process answers the calls of all samples."""
 
     name = "digits"
     description = "Count the digits in a text."
@@ -21,11 +21,11 @@ class Digits:
     idempotent = True
 
     async def call(self, arguments: Mapping[str, Any], *, timeout_s: float) -> ToolAnswer:
-        """Return the number of digits; what the model got wrong is an answer too."""
+        """Return the number of digits; a mistake by the model also gets an answer."""
         text = arguments.get("text")
         if not isinstance(text, str):
             return ToolAnswer("digits needs the argument `text`, a string", error=True)
         return ToolAnswer(f"{sum(letter.isdigit() for letter in text)} digits.")
 
     async def close(self) -> None:
-        """Do nothing: it has no processes."""
+        """Do nothing: there are no processes."""

@@ -1,4 +1,4 @@
-"""A loop of one's own: the model answers, reads what a tool says about its answer, and answers again."""
+"""A custom loop: the model answers, reads what a tool says about the answer, and answers again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl import AgentContext, Trajectory, Turn, finish
 
 @dataclass
 class Thoughts:
-    """The loop's state: what it has inserted after the first turn. It is empty until the tool has answered."""
+    """The loop's state: what it inserted after the first turn. It is empty until the tool answers."""
 
     said: str = ""
     token_ids: tuple[int, ...] = ()
@@ -22,7 +22,7 @@ class SecondThoughts:
         self.tool, self.first_tokens = tool, first_tokens
 
     async def run(self, ctx: AgentContext) -> Trajectory:
-        """Return the trajectory of both answers; the reward is that of the second one."""
+        """Return the trajectory of both answers; the reward is the second's."""
         dialogue, prompt = ctx.toolbox.dialogue, ctx.prompt.ids
         state = ctx.frozen(Thoughts)
         if state is None:

@@ -1,6 +1,6 @@
-"""A program for verifiers' environments that runs inside the environment server: it chats, and calls the task's tools.
+"""A verifiers harness that runs inside the environment server: it chats and calls the task's tools.
 
-verifiers' own programs are installed by uv when they first run; this one needs nothing besides verifiers.
+verifiers' own harnesses are installed by uv on first run; this one needs only verifiers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Tool = Callable[..., object]
 
 
 class ChatConfig(vf.HarnessConfig):
-    """`most_turns`: answers of the model in one dialogue."""
+    """`most_turns`: the model's maximum number of answers per dialogue."""
 
     most_turns: int = 8
 
 
 class ChatLoop(vf.Harness[ChatConfig]):
-    """Asks the model until it calls no tool any more. A subclass names its tools, with their schemas."""
+    """Asks the model until it stops calling tools. A subclass names its tools, with their schemas."""
 
     APPENDS_SYSTEM_PROMPT = True
     EXECUTES_CODE = False
@@ -59,7 +59,7 @@ class ChatLoop(vf.Harness[ChatConfig]):
         return vf.ProgramResult(0, "", "")
 
     def _answer(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """Call a tool; a mistake of the model is the tool's answer."""
+        """Call a tool; for a mistake by the model, the answer is the error."""
         try:
             arguments = json.loads(call["function"]["arguments"])
             text = str(self.tools[call["function"]["name"]](**arguments))

@@ -1,8 +1,8 @@
-"""Writes the tasks of a verifiers taskset as data rows of megarl; for the Python of the environments.
+"""Exports a verifiers taskset as megarl data rows; run it with the environments' Python.
 
     .venv-environments/bin/python examples/rl/environments/export_tasks.py sums_tasks --count 500 --out sums.jsonl
 
-Each row has the `prompt`, an `answer` that is empty because the environment judges, and the whole task in `task_data`.
+Each row has the `prompt`, an empty `answer`, because the environment judges, and the whole task in `task_data`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("taskset", help="its module")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--skip", type=int, default=0, help="tasks to leave out at the beginning, for a held-out set")
+    parser.add_argument("--skip", type=int, default=0, help="number of tasks to skip, for a held-out set")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON of the taskset's config")
     asked = parser.parse_args()
     config = taskset_config_type(asked.taskset).model_validate({"id": asked.taskset, **asked.config})

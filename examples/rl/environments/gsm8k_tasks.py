@@ -1,4 +1,4 @@
-"""GSM8K as a taskset of verifiers: the reward is 1 if the last number of the answer is the right one."""
+"""GSM8K as a verifiers taskset: the reward is 1 if the answer's last number is right."""
 
 from __future__ import annotations
 

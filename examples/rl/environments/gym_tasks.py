@@ -1,4 +1,4 @@
-"""A data set of reasoning-gym as a taskset of verifiers; reasoning-gym itself scores the answers."""
+"""A reasoning-gym data set as a verifiers taskset; reasoning-gym scores the answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ChatLoop", "GymTaskset"]
 
 
 class GymConfig(vf.TasksetConfig):
-    """`dataset`: a name of reasoning-gym; `options`: those of the data set."""
+    """`dataset`: its name in reasoning-gym; `options`: the data set's."""
 
     dataset: str = "chain_sum"
     seed: int = 0

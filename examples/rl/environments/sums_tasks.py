@@ -1,4 +1,4 @@
-"""Sums of two long numbers, as a taskset of verifiers with a tool: the model may call `add`."""
+"""Sums of two long numbers, as a verifiers taskset with a tool: the model may call `add`."""
 
 from __future__ import annotations
 

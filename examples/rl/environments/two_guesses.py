@@ -1,4 +1,4 @@
-"""A harness of one's own: the model guesses, hears that it may be wrong, and guesses again."""
+"""A custom harness: the model guesses, hears that it may be wrong, and guesses again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A calculator: exact arithmetic on an expression that a model wrote, with bounds on everything that could grow."""
+"""A calculator: exact arithmetic on a model's expression, with limits on everything that could grow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Number = Fraction | float
 
 
 class CalculationError(ValueError):
-    """An expression that is not computed; the message is for the model."""
+    """An expression that cannot be computed; the message is for the model."""
 
 
 class Calculator:
@@ -41,7 +41,7 @@ class Calculator:
         }
 
     async def call(self, arguments: Mapping[str, Any], *, timeout_s: float) -> ToolAnswer:
-        """Compute `arguments["expression"]`; it takes at most milliseconds, so `timeout_s` is not needed."""
+        """Compute `arguments["expression"]`; this takes milliseconds, so `timeout_s` is not needed."""
         expression = arguments.get("expression")
         if not isinstance(expression, str):
             return ToolAnswer("error: the calculator needs the argument `expression`, a string", error=True)
@@ -53,13 +53,13 @@ class Calculator:
             return ToolAnswer(f"error: {error}", error=True)
 
     async def close(self) -> None:
-        """Do nothing: it has no processes."""
+        """Do nothing: there are no processes."""
 
 
 def calculate(expression: str) -> str:
-    """Return the value of an expression as text: exact if it is a whole number or a short decimal, else rounded.
+    """Return an expression's value as text: exact for whole numbers and short decimals, else rounded.
 
-    Raises CalculationError if it is none, or if a number in it becomes too large.
+    Raises CalculationError if it is not an expression, or if a number in it becomes too large.
     """
     text = expression.strip().rstrip("=").replace("^", "**").replace("×", "*").replace("÷", "/").replace("−", "-")
     if not text or len(text) > MAX_EXPRESSION:
@@ -67,7 +67,7 @@ def calculate(expression: str) -> str:
     try:
         tree = ast.parse(text.replace("\n", " "), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise CalculationError(f"this is no arithmetic expression: {expression.strip()[:80]}") from error
+        raise CalculationError(f"this is not an arithmetic expression: {expression.strip()[:80]}") from error
     try:
         return shown(_value(tree.body, 0))
     except ZeroDivisionError as error:
@@ -115,22 +115,22 @@ def _value(node: ast.expr, depth: int) -> Number:
 
 
 def _source(node: ast.expr) -> str:
-    """Return the beginning of what an expression says; nodes that are nested too deeply have no text."""
+    """Return the beginning of an expression's text; nodes nested too deeply have none."""
     try:
         return ast.unparse(node)[:80]
     except RecursionError:
-        return "an expression that is nested so deeply"
+        return "an expression nested so deeply"
 
 
 def _literal(number: float) -> Number:
-    """Return a number as it is written: 0.1 is one tenth."""
+    """Return a number exactly as written: 0.1 is one tenth."""
     if isinstance(number, float) and not math.isfinite(number):
         raise CalculationError("a number is too large")
     return Fraction(repr(number)) if isinstance(number, float) else _checked(Fraction(number))
 
 
 def _checked(value: Number) -> Number:
-    """Return the value; raises CalculationError if it is too large, or no number."""
+    """Return the value; raises CalculationError if it is too large or not a number."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise CalculationError("the result is not a finite number")
@@ -225,5 +225,5 @@ def _call(name: str, arguments: list[Number]) -> Number:
         if isinstance(error, CalculationError):
             raise
         raise CalculationError(
-            f"{name} cannot be computed of {', '.join(map(shown, arguments)) or 'nothing'}"
+            f"{name} cannot be computed for {', '.join(map(shown, arguments)) or 'nothing'}"
         ) from error

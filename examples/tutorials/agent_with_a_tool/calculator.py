@@ -1,4 +1,4 @@
-"""A tool of one's own: a plain function with typed arguments, which the model calls by its name."""
+"""A custom tool: a plain function with typed arguments, which the model calls by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks a model that `megarl serve` serves, with OpenAI's client: `ask.py RUN_DIR QUESTION`."""
+"""Queries a model served by `megarl serve`, with OpenAI's client: `ask.py RUN_DIR QUESTION`."""
 
 from __future__ import annotations
 

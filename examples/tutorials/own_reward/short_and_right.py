@@ -1,4 +1,4 @@
-"""A reward of one's own: right answers, a little for the right form, and a price for each token."""
+"""A custom reward: right answers, a little for the right format, and a price per token."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ BOX = re.compile(r"\\boxed\{(\d+)\}")
 
 
 def short_and_right(sample: RewardInput, price: float = 0.01) -> RewardResult:
-    r"""Return 1 for the right number in a \boxed{}, 0.2 for another number in it, less `price` for each token.
+    r"""Return 1 for the right number in a \boxed{}, 0.2 for another number in it, minus `price` per token.
 
-    Each component becomes a metric, `reward/component/right` for example. `price` is set by `reward.kwargs`.
+    Each component becomes a metric, for example `reward/component/right`. `reward.kwargs` sets `price`.
     """
     boxes = BOX.findall(sample.response)
     right = float(bool(boxes) and boxes[-1] == sample.answer)

@@ -1,4 +1,4 @@
-"""The reward of the second set: it reads a further field of the row, and gives half for the right last digit."""
+"""The second set's reward: it reads another field of the row and gives half for the right last digit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BOX = re.compile(r"\\boxed\{(\d+)\}")
 def digits(response: str, answer: str, row: Mapping[str, Any]) -> float:
     """Return 1 for the right number, 0.5 for one that ends with the right digit, else 0.
 
-    `row` is the row of the data set; parameters are found by their names.
+    `row` is the data set's row; parameters are matched by name.
     """
     boxes = BOX.findall(response)
     if not boxes:

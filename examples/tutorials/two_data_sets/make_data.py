@@ -1,4 +1,4 @@
-"""Makes two data sets of the training problems: sums with a carry, with fields of their own, and the others."""
+"""Splits the training problems into two data sets: sums with a carry, with different field names, and the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OUT = Path("runs/tutorials/two_data_sets/data")
 
 
 def main() -> None:
-    """Write `plain.jsonl`, with the usual fields, and `carries.jsonl`, whose fields the config names."""
+    """Write `plain.jsonl` with the usual fields, and `carries.jsonl`, whose fields the config names."""
     plain, carries = [], []
     for row in map(json.loads, SOURCE.read_text().splitlines()):
         a, b = (int(number) for number in row["problem"].removeprefix("What is ").removesuffix("?").split(" + "))
