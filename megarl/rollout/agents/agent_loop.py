@@ -1,4 +1,4 @@
-"""The agent loop's interface and its context, which counts and bounds requests and calls and records them."""
+"""The agent loop's interface and its context, which counts, limits and records requests and calls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FROZEN_BYTES = 8 << 20  # of a loop's state, as JSON
 
 @dataclass(frozen=True)
 class _Shown:
-    """Images of tools shown among the tokens of a sequence up to `end`; `digest`: of these tokens."""
+    """Tool images shown in a sequence up to token `end`; `digest`: of these tokens."""
 
     end: int
     digest: str
@@ -55,7 +55,7 @@ class _Shown:
 
 
 class AgentContext:
-    """One sample of a prompt group, and the services that its loop may use."""
+    """One sample of a prompt group, and the services its loop may use."""
 
     def __init__(
         self, run: LoopRun, sample_index: int, toolbox: Toolbox | None, rewards: RewardPool, decoder: BatchDecoder
@@ -82,32 +82,32 @@ class AgentContext:
 
     @property
     def deadline(self) -> GroupDeadline | None:
-        """The time by which the responses of the group, and then its loops, must end; None if there is none."""
+        """The time by which the group's responses, and then its loops, must end; None if there is none."""
         return self._run.deadline
 
     @property
     def trains(self) -> bool:
-        """True for a sample of the run's groups, False for a response of an evaluation."""
+        """True for a sample of the run's groups, False for an evaluation response."""
         return self._run.job.evaluated is None
 
     @property
     def seed(self) -> int | None:
-        """The seed of the first request of the sample; None for a greedy response."""
+        """The seed of the sample's first request; None for a greedy response."""
         return self._run.job.seed_of(self.sample_index, 0)
 
     @property
     def turns(self) -> int:
-        """The number of requests that the loop has made."""
+        """The number of requests the loop has made."""
         return self._requests
 
     @cached_property
     def rng(self) -> random.Random:
-        """A generator seeded by the run's seed, the group and the sample; loops that use no other are reproducible."""
+        """A generator seeded with the run's seed, the group and the sample; loops using only this are reproducible."""
         return random.Random(request_seed(self._run.job.seed, self.group_id, self.sample_index))
 
     @property
     def toolbox(self) -> Toolbox:
-        """The tools, the dialogue and the bounds of the prompt's data set. Raises RolloutError for a single turn."""
+        """The tools, dialogue and limits of the prompt's data set. Raises RolloutError for `single_turn`."""
         if self._toolbox is None:
             raise RolloutError("agent.loop: single_turn has no toolbox; name the loop that needs it in the config")
         return self._toolbox
@@ -117,9 +117,9 @@ class AgentContext:
     ) -> GenerateResult:
         """Sample the model's continuation of `token_ids` with the sampling of the prompt's set.
 
-        Another replica continues a response whose replica is lost, and a resumed run continues it from its tokens. The
-        turns of a sample stay on the replica that has their beginning in its cache. `known`: how many of the first
-        tokens need no experts (`Routes`), because results of earlier turns have them.
+        If the replica is lost, another continues the response. A resumed run continues it from its tokens. A sample's
+        turns stay on the replica that has their prefix in its cache. `known`: how many of the first tokens need no
+        experts (`Routes`), because earlier turns' results have them.
 
         Raises TrajectoryFull if `token_ids` leave no room for a response, and beyond `agent.max_turns`; if the loop
         does not catch it, only its sample fails. Raises RequestFailed if an engine refuses the request, and
@@ -160,8 +160,9 @@ class AgentContext:
     def show(self, before: Sequence[int], token_ids: Sequence[int], images: Sequence[bytes]) -> list[int]:
         """Return `token_ids`, which follow `before`, with each image placeholder expanded to the image's tokens.
 
-        `token_ids` has one placeholder per image, as `Dialogue.next_turn` makes of `chat.images.shown_text`. Requests
-        and trajectories that begin with these tokens carry the images. Raises ValueError for another number of images.
+        `token_ids` has one placeholder per image, as `Dialogue.next_turn` makes from `chat.images.shown_text`. Requests
+        and trajectories that begin with these tokens carry the images. Raises ValueError if the number of images
+        differs.
         """
         if not images:
             return list(token_ids)
@@ -175,7 +176,7 @@ class AgentContext:
         return ids
 
     def _images_in(self, token_ids: Sequence[int]) -> tuple[tuple[ImageRef, ...], tuple[bytes, ...]]:
-        """Return the images of a sequence and their files; only images from tools have a non-empty file."""
+        """Return a sequence's images and their files; only tool images have a non-empty file."""
         images = self.prompt.images_in(token_ids)
         files = (b"",) * len(images)
         for shown in self._shown:
@@ -184,7 +185,7 @@ class AgentContext:
         return images, files
 
     def with_images(self, row: Trajectory) -> Trajectory:
-        """Return a trajectory with the images of its prompt and tools.
+        """Return a trajectory with its prompt's and tools' images.
 
         Raises RolloutError if the loop changed the prompt's tokens.
         """
@@ -223,7 +224,7 @@ class AgentContext:
     def finished(self, turn: int) -> GenerateResult:
         """Return the result of request `turn` of this sample, from this attempt or an earlier one.
 
-        Raises RolloutError if it has not ended.
+        Raises RolloutError if it has not finished.
         """
         if turn in self._results:
             return self._results[turn]
@@ -243,12 +244,12 @@ class AgentContext:
         """Keep the loop's state: a dataclass that msgspec can write as JSON.
 
         A resumed run restarts the loop, `frozen` returns this state, and requests and calls count from here. A loop
-        that freezes nothing runs from its beginning and gets the same responses and answers to the same requests.
-        Nothing is frozen after an answer with images.
+        that freezes nothing starts over and gets the same responses and answers to the same requests. After an answer
+        with images nothing is frozen.
 
         Raises ValueError for a state of more than 8 MiB, and TypeError for one that msgspec cannot write.
         """
-        if self._answered_with:  # the journal keeps no images of open loops: a resume calls the tools again
+        if self._answered_with:  # the journal keeps no images of open loops, so a resume calls the tools again
             return
         content = msgspec.json.encode(state)
         if len(content) > FROZEN_BYTES:
@@ -260,9 +261,9 @@ class AgentContext:
         self._progress.record(self.sample_index, self._loop.freeze(text, self._requests, self._calls))
 
     def frozen(self, kind: type[LoopState]) -> LoopState | None:
-        """Return the state that the loop last froze in an earlier attempt; None in the first one.
+        """Return the state the loop last froze in an earlier attempt; None in the first.
 
-        Raises RolloutError for a state of another loop.
+        Raises RolloutError if the state belongs to another loop.
         """
         loop = self._loop
         if not loop.state:
@@ -278,9 +279,9 @@ class AgentContext:
         """Call a tool; its answer has at most `agent.max_tool_output_chars`.
 
         The answer is an error for an unknown name, beyond `agent.max_tool_calls`, `max_tool_seconds` or
-        `tool_timeout_s`, and for a call that cannot be repeated and was begun by an earlier attempt. A call answered in
-        an earlier attempt is not repeated unless its answer had images, which are not kept. Raises RolloutError if the
-        tool itself fails, or if the call cannot be recorded before it is made.
+        `tool_timeout_s`, and for a non-idempotent call that an earlier attempt began. A call answered in an earlier
+        attempt is not repeated unless its answer had images, which are not kept. Raises RolloutError if the tool itself
+        fails, or if the call cannot be recorded first.
         """
         number, self._calls = self._calls, self._calls + 1
         digest = call_digest(tool, arguments)
@@ -310,10 +311,10 @@ class AgentContext:
         return self._answered(number, CallRecord(digest, answer.text, answer.error, seconds), answer.images)
 
     async def judge(self, result: GenerateResult, turns: Sequence[Turn] = ()) -> RewardResult | None:
-        """Score a response with the reward function; None if the response failed and is not scored.
+        """Score a response with the reward function; return None if the response failed.
 
-        An evaluation scores failed responses too, and counts them as failed. `turns`: the whole trajectory, for
-        functions that use it.
+        Evaluations also score failed responses, but count them as failed. `turns`: the whole trajectory, for functions
+        that use it.
         """
         if defect(result):
             return None
@@ -342,7 +343,7 @@ class AgentContext:
         return text, outcome
 
     def note_times(self) -> None:
-        """Record where the sample's time went, at its end."""
+        """Record where the sample's time went; called at its end."""
         times, now = self.times, time.monotonic()
         times.end(now, time.time())
         self.stats.note_times(times)
@@ -352,7 +353,7 @@ class AgentContext:
         )  # fmt: skip
 
     def note_end(self, turns: int, malformed: int = 0, overflow: bool = False) -> None:
-        """Record a loop's turns, malformed calls, and whether an answer did not fit, at its end."""
+        """Record a loop's turns, malformed calls, and whether an answer did not fit; called at its end."""
         self.stats.turns.append(turns)
         self.stats.malformed_calls += malformed
         self.stats.overflows += overflow
@@ -366,7 +367,7 @@ class AgentContext:
         return ""
 
     def _left_s(self) -> float:
-        """Return the seconds that a call may take now."""
+        """Return how many seconds a call may take now."""
         bounds = self.toolbox.bounds
         left = bounds.max_tool_seconds - sum(call.seconds for call in self._loop.calls.values())
         if self.deadline is not None:
@@ -386,7 +387,7 @@ class AgentContext:
         return answer
 
     async def _seen(self, answer: ToolAnswer, tool: str) -> ToolAnswer:
-        """Return the answer if the model can be shown its images, else an error that says why not."""
+        """Return the answer if the model can see its images, else an error that says why not."""
         if not answer.images:
             return answer
         shows = self.toolbox.images
@@ -423,9 +424,9 @@ class AgentLoop(Protocol):
     """Turns a prompt into trajectories. One object runs all samples at once: keep a sample's state inside `run`."""
 
     async def run(self, ctx: AgentContext) -> Trajectory | Sequence[Trajectory]:
-        """Generate, act and judge. Token ids must be exactly those that the engine received and produced.
+        """Generate, act and judge. Token ids must be exactly those the engine received and produced.
 
         Several trajectories, such as the paths of a branching dialogue, are parts of one sample: they share its reward,
-        status and advantage. Each must have a token that the model sampled.
+        status and advantage. Each must have a token the model sampled.
         """
         ...

@@ -1,4 +1,4 @@
-"""The loop host: finds the loop of a config and runs it in this process, the controller's or an agent worker's."""
+"""The loop host: creates the config's loop and runs it in this process, the controller or an agent worker."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from megarl.rollout.transport.gather import BatchDecoder
 
 @dataclass(frozen=True)
 class EvaluatedResponse:
-    """How a loop ended in an evaluation. `record`: its line of `eval_LABEL.jsonl`; `versions`: of its tokens."""
+    """A loop's result in an evaluation. `record`: its line in `eval_LABEL.jsonl`; `versions`: of its tokens."""
 
     scored: ScoredResponse
     record: dict[str, Any]
@@ -50,7 +50,7 @@ class EvaluatedResponse:
 
 
 class EvalContext(AgentContext):
-    """The context of one response to a held-out problem. A resume keeps nothing of it."""
+    """The context of one response to a held-out problem. A resume discards it."""
 
     _text, _outcome, _turns = "", RewardResult(0.0), tuple[Turn, ...]()
 
@@ -61,17 +61,17 @@ class EvalContext(AgentContext):
         return self._outcome
 
     async def ended(self, made: Trajectory | Sequence[Trajectory]) -> EvaluatedResponse:
-        """Return how the loop ended; of several trajectories, report the longest one."""
+        """Return the loop's result; if there are several trajectories, report the longest."""
         rows = sample_rows(made, *self.place)
         longest = max(rows, key=lambda row: len(row.response_ids))
         versions = frozenset(span.version for row in rows for span in row.versions if span.version >= 0)
         return EvaluatedResponse(self._scored(longest), await self._line(longest), versions)
 
     def _scored(self, row: Trajectory) -> ScoredResponse:
-        """Return what the report needs from the loop's trajectory."""
+        """Return what the report needs of the loop's trajectory."""
         failure = None
         error = self._outcome.error
-        if row.status == "failed" and row.failure != error:  # else a reward that drops its sample
+        if row.status == "failed" and row.failure != error:  # otherwise the reward dropped its sample
             failure = SampleFailure("generation", row.failure)
         elif error is not None:
             failure = SampleFailure("reward", error)
@@ -108,7 +108,7 @@ class EvalContext(AgentContext):
 def answer_of(text: str, outcome: RewardResult) -> str | None:
     """Return the final answer as a string for voting; None if there is none.
 
-    It is the answer that the reward function judged or, if the function returns none, the content of the last box, else
+    It is the answer the reward function judged. If the function returns none, it is the content of the last box, else
     the last number.
     """
     if outcome.answer is not None:
@@ -124,12 +124,12 @@ def answer_of(text: str, outcome: RewardResult) -> str | None:
 
 logger = logging.getLogger(__name__)
 
-# How long the loops of a finished group may take to end; its canceller waits longer.
+# How long a finished group's loops may take to end; the group's canceller waits longer.
 END_S = CANCEL_S / 2
 
 
 class Demonstrate:
-    """Returns demonstrations from the data, one per sample, unscored; no engine is asked. The loss term is `ce`."""
+    """Returns the data's demonstrations, one per sample, unscored and without an engine. The loss term is `ce`."""
 
     async def run(self, ctx: AgentContext) -> Trajectory:
         """Return the demonstration with the sample's number."""
@@ -151,7 +151,7 @@ LoopResult = Trajectory | Sequence[Trajectory]
 
 
 class LoopHost:
-    """Runs the loops of groups and of evaluation responses, any number at once.
+    """Runs the loops of any number of groups and evaluation responses at once.
 
     `loop`: the run's loop. `toolboxes`, `eval_toolboxes`: of training and held-out sets, by name.
     """
@@ -168,9 +168,9 @@ class LoopHost:
         teachers: Teachers | None = None,
         routes: RoutesSpec | None = None,
     ) -> None:
-        """`decode_all`: returns the texts of token ids; `timeout_s`: its time limit. `teachers`: those with engines.
+        """`decode_all`: decodes token ids; `timeout_s`: its time limit. `teachers`: those with engines.
 
-        `routes`: the experts that each trajectory must have; None: none.
+        `routes`: the experts each trajectory must have; None: none.
         """
         self.loop, self.rewards, self.teachers, self._routes = loop, rewards, teachers, routes
         self._decoder = BatchDecoder(decode_all, timeout_s)
@@ -179,8 +179,8 @@ class LoopHost:
     async def run_group(self, run: LoopRun) -> list[Trajectory]:
         """Return the trajectories of a group by sample and part.
 
-        Raises the exception of the first loop that fails, and RolloutError if loops still run after the grace of the
-        group's deadline, under either policy.
+        Raises the first failed loop's exception, and RolloutError if loops still run after the deadline's grace period,
+        under either policy.
         """
         job = run.job
         loop = Demonstrate() if job.prompt.demonstrations else self.loop
@@ -196,7 +196,7 @@ class LoopHost:
         return await self._taught(_of_set([row for rows in samples for row in rows], job.prompt.dataset), run)
 
     async def respond(self, run: LoopRun) -> EvaluatedResponse:
-        """Run the loop of one response; a failed tool or request costs only this response."""
+        """Run one response's loop; a failed tool or request costs only this response."""
         context = self._eval_context(run)
         try:
             made = await self.loop.run(context)
@@ -205,7 +205,7 @@ class LoopHost:
         return await context.ended(made)
 
     async def failed(self, run: LoopRun, error: Exception) -> EvaluatedResponse:
-        """Return the result of a response whose loop failed, as a group fails in training."""
+        """Return the result of a response whose loop failed; in training, its group would fail."""
         context = self._eval_context(run)
         return await context.ended(failed_trajectory(*context.place, str(error)))
 
@@ -218,7 +218,7 @@ class LoopHost:
         dataset = run.job.prompt.dataset
         if self.teachers is None or not self.teachers.scores(dataset):
             return rows
-        if any(row.images for row in rows):  # of tools: a start refuses those of prompts
+        if any(row.images for row in rows):  # from tools: prompts with images are refused at startup
             raise RolloutError("engines of teachers are shown no images; set where: trainer (teachers)")
         started = time.monotonic()
         rows = await self.teachers.teach(rows, dataset)
@@ -229,7 +229,7 @@ class LoopHost:
 async def _run_sample(loop: AgentLoop, context: AgentContext) -> LoopResult:
     try:
         result = await loop.run(context)
-    except TrajectoryFull as full:  # of this sample only; others of the group may have shorter ones
+    except TrajectoryFull as full:  # only this sample is full; others in the group may be shorter
         context.note_end(context.turns, overflow=True)
         result = failed_trajectory(*context.place, str(full))
     context.note_times()
@@ -237,9 +237,9 @@ async def _run_sample(loop: AgentLoop, context: AgentContext) -> LoopResult:
 
 
 async def _ended(loops: Sequence[Coroutine[Any, Any, LoopResult]], run: LoopRun, loop: AgentLoop) -> list[LoopResult]:
-    """Return what a group's loops return. The first failure, or the end of the deadline's grace, cancels the others.
+    """Return the results of a group's loops. The first failure, or the end of the grace period, cancels the others.
 
-    Loops that ignore their cancellation are abandoned after `END_S`.
+    Loops that ignore cancellation are abandoned after `END_S`.
     """
     deadline = run.deadline
     left_s = None if deadline is None else max(0.0, deadline.at + deadline.grace_s - time.monotonic())
@@ -262,7 +262,7 @@ async def _ended(loops: Sequence[Coroutine[Any, Any, LoopResult]], run: LoopRun,
 
 
 async def _end(tasks: Sequence[asyncio.Future[LoopResult]], run: LoopRun) -> None:
-    """Cancel the loops of a group that is over; see `_ended`."""
+    """Cancel the loops of a finished group; see `_ended`."""
     for task in tasks:
         task.cancel()
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else retrieves it
@@ -273,12 +273,12 @@ async def _end(tasks: Sequence[asyncio.Future[LoopResult]], run: LoopRun) -> Non
 
 
 def failed_group(group_id: int, samples: int, dataset: str, reason: str) -> list[Trajectory]:
-    """Return the trajectories of a group that could not run: without tokens, counted but never trained on."""
+    """Return the trajectories of a group that could not run: no tokens, counted but never trained on."""
     return _of_set([failed_trajectory(group_id, index, reason) for index in range(samples)], dataset)
 
 
 def _of_set(rows: list[Trajectory], dataset: str) -> list[Trajectory]:
-    """Return the trajectories with the name of their data set, which is empty if the run has only one."""
+    """Return the trajectories with their data set's name, which is empty if the run has only one."""
     return [replace(row, dataset=dataset) for row in rows] if dataset else rows
 
 
@@ -293,7 +293,7 @@ class SingleTurn:
 
 
 def routes_spec(config: Config) -> RoutesSpec | None:
-    """Return the shape of the routes that the trainer replays; None unless `trainer.router_replay` is r3."""
+    """Return the shape of the routes the trainer replays; None unless `trainer.router_replay` is r3."""
     if config.trainer.router_replay != "r3":
         return None
     info = load_info(config.model.path)
@@ -303,12 +303,12 @@ def routes_spec(config: Config) -> RoutesSpec | None:
 def find_loop(agent: AgentConfig) -> AgentLoop:
     """Return the loop `single_turn`, `tool_agent`, `harness`, or an instance of the class `package.module:Class`.
 
-    Raises ValueError with what is wrong with the path, the arguments or the class.
+    Raises ValueError if the path, the arguments or the class are wrong.
     """
     if agent.loop in (SINGLE_TURN, TOOL_AGENT):
         return SingleTurn() if agent.loop == SINGLE_TURN else ToolAgent()
     if agent.loop == HARNESS:
-        # It is in a layer above this one.
+        # Imported by name, because it is in a higher layer.
         made: Any = importlib.import_module("megarl.environments.harness_loop").Harness.of(agent)
         return cast(AgentLoop, made)
     found: Any = imported(agent.loop, "agent.loop:")

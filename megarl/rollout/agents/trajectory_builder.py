@@ -1,4 +1,4 @@
-"""Trajectories made from engine results. Pure."""
+"""Builds trajectories from engine results. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.rollout.engine.messages import GenerateResult
 
 
 def generation_failure(result: GenerateResult) -> str:
-    """Return why the engine failed to produce a valid response; empty if it did not."""
+    """Return why the engine failed to produce a valid response; empty if it succeeded."""
     if result.failure:
         return result.failure
     if not result.response_ids:
@@ -28,7 +28,7 @@ def generation_failure(result: GenerateResult) -> str:
 
 
 def defect(result: GenerateResult) -> str:
-    """Return why a sample cannot be trained on: a failed generation, or tokens without a weight version; else empty."""
+    """Return why a sample cannot be trained on (failed generation, tokens without a weight version); else empty."""
     if failure := generation_failure(result):
         return failure
     covered = 0
@@ -62,7 +62,7 @@ def trajectory(
 ) -> Trajectory:
     """Return the trajectory of one response. `outcome` is None if the sample failed and was not scored.
 
-    Raises ValueError if a sample that did not fail has no outcome.
+    Raises ValueError if a valid sample has no outcome.
     """
     failure = defect(result)
     if outcome is None and not failure:
@@ -84,8 +84,8 @@ def row_of(
     by_turn = list(outcome.turn_rewards) if outcome is not None else []
     if by_turn and len(by_turn) != len(starts):
         raise ValueError(
-            f"sample {group_id}:{sample_index} has rewards of {len(by_turn)} turns, and the model had {len(starts)}: "
-            "an agent loop has to give `judge` the turns that it returns"
+            f"sample {group_id}:{sample_index} has rewards for {len(by_turn)} turns, but the model had {len(starts)}: "
+            "an agent loop must pass `judge` the turns that it returns"
         )
     error = outcome.error or "" if outcome is not None else ""
     if outcome is not None and outcome.dropped:
@@ -121,11 +121,11 @@ def dialogue_trajectory(
     finish_reason: FinishReason,
     failure: str = "",
 ) -> Trajectory:
-    """Return the trajectory of several turns of the model, `results`.
+    """Return the trajectory of several model turns, `results`.
 
     `inserted[i]`: the tokens between turns i and i + 1; they have mask 0, log-prob 0 and no version. Tokens after the
-    last turn are left out. `failure`: why the sample cannot be used; then it has no outcome. Raises ValueError if a
-    sample that did not fail has no outcome, or one for another number of turns.
+    last turn are dropped. `failure`: why the sample cannot be used; then it has no outcome. Raises ValueError if a
+    valid sample has no outcome, or one for another number of turns.
     """
     ids: list[int] = []
     logprobs: list[float] = []
@@ -139,7 +139,7 @@ def dialogue_trajectory(
         spans += [changed(span, start=span.start + offset, end=span.end + offset) for span in result.versions]
         ids += result.response_ids
         ids += after
-        if result.routes is not None:  # a turn's prompt is all that came before, of which most is known
+        if result.routes is not None:  # a turn's prompt is everything before it, mostly known already
             read = len(prompt_ids) + offset + len(result.response_ids) - 1
             missing = read - (0 if routes is None else len(routes))
             routes = joined(routes, result.routes.of(max(0, len(result.routes) - missing)))
@@ -157,7 +157,7 @@ def dialogue_trajectory(
 
 
 def check_trajectory(row: Trajectory, group_id: int, sample_index: int) -> None:
-    """Check what an agent loop returned. Raises ValueError naming the sample and what is wrong with it."""
+    """Check what an agent loop returned. Raises ValueError naming the sample and the problem."""
     if (row.group_id, row.sample_index) != (group_id, sample_index):
         raise ValueError(f"the agent loop of sample {group_id}:{sample_index} returned a trajectory of {row.key}")
     for name, number in {"reward": row.reward, **row.reward_components}.items():
@@ -182,7 +182,7 @@ def check_trajectory(row: Trajectory, group_id: int, sample_index: int) -> None:
 
 
 def _check_turns(row: Trajectory, tokens: int) -> None:
-    """Check the rewards of a row's turns. Raises ValueError."""
+    """Check a row's turn rewards. Raises ValueError."""
     starts = row.turn_starts
     if len(row.turn_rewards) != len(starts):
         raise ValueError(f"sample {row.key}: {len(row.turn_rewards)} turn_rewards, but {len(starts)} turn_starts")
@@ -204,7 +204,7 @@ def _without_version(row: Trajectory) -> int | None:
 
 
 def fail_without_routes(rows: list[Trajectory], spec: RoutesSpec) -> list[Trajectory]:
-    """Return a sample's rows; mark all as failed if one of them has no valid routes."""
+    """Return a sample's rows; mark all as failed if any has no valid routes."""
     problems = [spec.problem(row.routes, len(row.prompt_ids) + len(row.response_ids) - 1) for row in rows]
     if not any(problems) or rows[0].status == "failed":
         return rows
@@ -217,10 +217,10 @@ _SHARED = ("reward", "reward_components", "status", "failure", "reward_error")
 
 
 def sample_rows(made: Trajectory | Sequence[Trajectory], group_id: int, sample_index: int) -> list[Trajectory]:
-    """Check what an agent loop returned, and return it numbered as the parts 0, 1, ... of the sample.
+    """Check what an agent loop returned, and number it as parts 0, 1, ... of the sample.
 
-    Raises ValueError naming the sample and what is wrong: a row (`check_trajectory`), rows that differ in reward,
-    status or presence of turn rewards, or one of several rows without a sampled token.
+    Raises ValueError naming the sample and the problem: an invalid row (`check_trajectory`), rows that differ in
+    reward, status or presence of turn rewards, or one of several rows without a sampled token.
     """
     rows = [made] if isinstance(made, Trajectory) else list(made)
     name = f"sample {group_id}:{sample_index}"

@@ -1,4 +1,4 @@
-"""Requests to an engine and their results: token ids, never text."""
+"""Engine requests and their results: token ids, never text."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class SamplingSpec:
 class GenerateRequest:
     """A request for one response. `request_id` must be unique among the requests in flight.
 
-    `priority`: an engine that schedules by priority takes lower numbers first; training has 0. `images`: those of the
-    prompt by their places; `files`: their files, or what a replica awaits to get them, which the fleet adds. Until then
-    there are those of tools only, and others are empty. `routes_from`: the first token of the prompt whose experts are
-    not known yet; None: nobody replays them.
+    `priority`: an engine that schedules by priority takes lower numbers first; training has 0. `images`: the prompt's,
+    in order; `files`: their files, or awaitables that return them in a replica. The fleet adds these; before that only
+    tool images have files, and the others are empty. `routes_from`: the prompt's first token with unknown experts;
+    None: nobody replays them.
     """
 
     request_id: str
@@ -73,7 +73,7 @@ class GenerateRequest:
 
 
 def shared(file: bytes) -> bytes | Awaitable[bytes]:
-    """Return a file as requests carry it: in Ray's object store, if there is one, so each engine fetches it once."""
+    """Return a file as requests carry it: in Ray's object store if Ray runs, so each engine fetches it once."""
     import ray
 
     return ray.put(file) if ray.is_initialized() else file  # type: ignore[no-any-return]
@@ -81,13 +81,13 @@ def shared(file: bytes) -> bytes | Awaitable[bytes]:
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """The response to one request, finished by replica number `replica`.
+    """The response to one request, finished by replica `replica`.
 
     `logprobs` are processed (temperature applied), one float32 value per response token, EOS included. `seconds`: from
-    the request's arrival at the replica to its last token; this includes `queue_s`, before an engine began with it, and
+    the request's arrival at the replica to its last token, including `queue_s`, until an engine started on it, and
     `prefill_s`, from then to the first token. `lost_replicas`: how many replicas were lost during the response; the
     next one continued from the reported tokens. `cut`: it ended at its group's deadline. `failure`: why it was given
-    up, or empty. `routes`: the experts of all tokens of prompt and response but the last; None if not returned.
+    up, or empty. `routes`: the experts of all prompt and response tokens but the last; None if not returned.
     """
 
     request_id: str
@@ -108,13 +108,13 @@ class GenerateResult:
 def request_seed(run_seed: int, group_id: int, sample_index: int, turn: int = 0) -> int:
     """Return the 63-bit seed of request `turn` of a sample.
 
-    It depends on these numbers only: it is the same on every machine, and for a redrawn group.
+    It depends only on these numbers, so it is the same on every machine and for a redrawn group.
     """
     return _seed_of(f"{run_seed}/{group_id}/{sample_index}" + (f"/{turn}" if turn else ""))
 
 
 def continuation_seed(seed: int, position: int) -> int:
-    """Return the 63-bit seed of the tokens from `position` (> 0) of a response whose request had `seed`."""
+    """Return the 63-bit seed for the tokens from `position` (> 0) of a response whose request had `seed`."""
     return _seed_of(f"{seed}@{position}")
 
 

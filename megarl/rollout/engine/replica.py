@@ -1,8 +1,8 @@
-"""EngineReplica: one vLLM engine inside an async Ray actor. Token ids in; token ids, log-probs and versions out.
+"""EngineReplica: one vLLM engine in an async Ray actor. Token ids in; token ids, log-probs and versions out.
 
-It knows nothing of text, groups or rewards. Every engine failure is raised as `ReplicaFailed` with this replica's
-index. A replica whose engine died or did not start, or that was asked to `fail`, refuses every later call, so that an
-engine with partly updated weights never serves.
+It knows nothing about text, groups or rewards. Every engine failure raises `ReplicaFailed` with this replica's index.
+If the engine died or did not start, or `fail` was called, the replica refuses every later call. So an engine with
+partly updated weights never serves.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class ReplicaSpec:
     host: str = ""
 
     def watch_supervisor(self) -> None:
-        """End this process with the supervisor if that runs on this host; on other nodes the agent does so."""
+        """End this process with a supervisor on this host; on other nodes the agent does so."""
         if self.supervisor is not None and self.host == platform.node():
             die_with(self.supervisor, "supervisor")
 
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """A replica's devices, the version that it serves (None: none yet), and its running and waiting requests."""
+    """A replica's devices, the version it serves (None: none yet), and its running and waiting requests."""
 
     held: HeldDevices
     version: str | None
@@ -89,10 +89,10 @@ DEATH_CHECK_S = 0.5  # between checks of the engine while a call to it runs
 
 
 class EngineReplica:
-    """The actor that `replica_start.create_replica` creates; see the module's docstring.
+    """The actor created by `replica_start.create_replica`; see the module's docstring.
 
-    An engine that did not read the model's weights starts with random ones and refuses to generate until the first
-    weight sync is complete.
+    An engine that did not load the model's weights starts with random ones and refuses to generate until the first
+    complete weight sync.
     """
 
     def __init__(self, spec: ReplicaSpec, index: int) -> None:
@@ -103,13 +103,13 @@ class EngineReplica:
         self.max_model_len = spec.max_model_len
         self._engine: AsyncLLM | None = None
         self._starting = asyncio.Lock()
-        self._processes: set[ProcessId] = set()  # of the engine: workers may outlive the process that started them
+        self._processes: set[ProcessId] = set()  # of the engine; workers may outlive their parent process
         self._calls = AnsweredCalls()
         self._calls_of_link = RpcServer(lambda method, args: getattr(self, method)(*args), size_of=_size_of).link
         self._requests: EngineRequests
         self._failed: str | None = None
         self._weights = WeightState(reads_weights(self.config.rollout, self.config.model.path))
-        self._version: str | None = None  # the label of tokens generated now
+        self._version: str | None = None  # the label of new tokens
         self._activity = ReplicaActivity(index)
         self._monitor = EngineMonitor(heard=self._activity.step)
         self._log_file = Path(spec.run_dir) / "logs" / f"replica-{index}.log"
@@ -124,19 +124,19 @@ class EngineReplica:
         spec.watch_supervisor()
 
     async def answer(self, key: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401  # of any method
-        """Call a method once, however often a trainer resends the same `key` after a lost connection."""
+        """Call a method once, even if a trainer resends the same `key` after a lost connection."""
         return await self._calls.answer(key, lambda: getattr(self, method)(*args, **kwargs))
 
     async def give(self, number: int, calls: Sequence[Call], link: str) -> None:
-        """Start calls of methods of this replica, see `LinkServer.give`."""
+        """Start calls to this replica's methods; see `LinkServer.give`."""
         await self._calls_of_link.give(number, calls, link)
 
     async def take(self, seen: int, wait_s: float, link: str) -> Parcel[Reply]:
-        """Return the answers to such calls that have come, see `LinkServer.take`."""
+        """Return the answers that have arrived; see `LinkServer.take`."""
         return await self._calls_of_link.take(seen, wait_s, link)
 
     async def start(self) -> dict[str, float]:
-        """Build the engine and generate one token; return the seconds that each took.
+        """Build the engine and generate one token; return how many seconds each took.
 
         Raises ReplicaFailed with the engine's reason.
         """
@@ -166,8 +166,8 @@ class EngineReplica:
         return {"build_s": built - started, "probe_s": time.monotonic() - built}
 
     def _build(self) -> AsyncLLM:
-        # Built in the event loop's thread, which lives as long as the actor: the engine process dies with the thread
-        # that forks it (PR_SET_PDEATHSIG).
+        # Built in the event loop's thread, which lives as long as the actor, because the engine process dies with the
+        # thread that forked it (PR_SET_PDEATHSIG).
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -180,7 +180,7 @@ class EngineReplica:
         return build_monitored(AsyncEngineArgs(**arguments, weight_transfer_config=transfer), self._monitor, hold_s)
 
     def _image_inputs(self) -> ImageInputs | None:
-        """Return the maker of inputs with images; None if the model has no vision."""
+        """Return what builds inputs with images; None if the model has no vision."""
         if not self._sees:
             return None
         from megarl.models.hf.image_patches import ImageProcessor
@@ -197,9 +197,9 @@ class EngineReplica:
             pass
 
     async def generate(self, requests: list[GenerateRequest], wait_s: float) -> EngineReport:
-        """Start requests, then `report` on them. They wait while the engine sleeps.
+        """Start requests and `report` on them. They wait while the engine sleeps.
 
-        Raises ReplicaFailed if the engine died or has no weights yet, RequestFailed if it refused a request.
+        Raises ReplicaFailed if the engine died or has no weights yet, and RequestFailed if it refused a request.
         """
         self._check()
         if not (self._weights.has_weights or self._weights.asleep):
@@ -213,12 +213,12 @@ class EngineReplica:
     async def report(self, reported: dict[str, int], wait_s: float) -> EngineReport:
         """Return the new tokens of requests once all have ended, or after `wait_s`.
 
-        `reported`: request ids, and how many tokens of each the caller has. Raises as `generate`.
+        `reported`: how many tokens the caller has, by request id. Raises the same errors as `generate`.
         """
         return await self._reported(self._check(), self._requests.report(reported, wait_s))
 
     async def end(self, reported: dict[str, int]) -> EngineReport:
-        """Stop requests; return their last tokens, with finish reason `abort` if they had not ended."""
+        """Stop requests; return their last tokens, with finish reason `abort` if unfinished."""
         return await self._reported(self._check(), self._requests.end(reported))
 
     async def _reported(self, engine: AsyncLLM, call: Awaitable[dict[str, ResponsePart]]) -> EngineReport:
@@ -234,9 +234,9 @@ class EngineReplica:
         return parts, self._monitor.take()
 
     async def pause(self, clear_cache: bool = True) -> None:
-        """Pause generation and keep the requests in flight. `clear_cache`: recompute their KV cache after `resume`.
+        """Pause generation and keep requests in flight. `clear_cache`: recompute their KV cache after `resume`.
 
-        Without it they continue with their KV values, which no later request uses.
+        Otherwise they continue with their KV values, which no later request uses.
         """
         engine = self._check()
         self._activity.pause()
@@ -246,7 +246,7 @@ class EngineReplica:
         await self._guard(engine.pause_generation(mode="keep", clear_cache=clear_cache), "pause")
 
     async def resume(self) -> None:
-        """Resume generation after `pause`. Raises ReplicaFailed if the weights are not those of one version.
+        """Resume generation after `pause`. Raises ReplicaFailed if the weights are not from one version.
 
         A sleeping engine resumes when its last part wakes.
         """
@@ -258,9 +258,10 @@ class EngineReplica:
         self._activity.resume(self._version)
 
     async def sleep(self) -> int:
-        """Free the memory of weights and KV cache, and keep the requests. The weights are lost. A starting engine falls
-        asleep at the end of its start. Returns the bytes that are still held: in use of the worker's GPU that has most,
-        on a CPU by its process.
+        """Free the memory of weights and KV cache, and keep the requests. The weights are lost.
+
+        A starting engine sleeps when its start is complete. Returns the bytes still held: in use on the fullest worker
+        GPU, or on a CPU by the worker's process.
         """
         async with self._starting:
             return await self._sleep()
@@ -280,11 +281,11 @@ class EngineReplica:
         return int(max(await self._guard(engine.collective_rpc("held_bytes"), "held_bytes")))
 
     async def wake(self, part: str) -> int:
-        """Take the memory of a part again, the weights or the cache; with that of the cache the engine generates.
+        """Reallocate a part's memory, the weights or the cache; once the cache wakes, the engine generates.
 
-        Returns the bytes that are held then, as `sleep`. Raises ReplicaFailed if the cache is to wake and no sync has
-        loaded all weights since the engine slept, and if the weights are and the engine has not slept: it holds memory
-        that was thought to be free.
+        Returns the bytes held afterwards, as `sleep` does. Raises ReplicaFailed if the cache is to wake before a sync
+        has loaded all weights since the sleep. It also does so if the weights are to wake but the engine has not slept:
+        then it holds memory assumed free.
         """
         engine = self._check()
         if (obstacle := self._weights.obstacle_to_wake(part)) is not None:
@@ -299,7 +300,7 @@ class EngineReplica:
         return await self._held(engine)
 
     async def reset(self) -> None:
-        """Drop every request and be ready to serve. Raises ReplicaFailed if a weight sync was interrupted."""
+        """Drop every request and get ready to serve. Raises ReplicaFailed if a weight sync was interrupted."""
         engine = self._check_weights()
         self._requests.drop()
         await self._guard(engine.pause_generation(mode="abort", clear_cache=True), "reset")
@@ -311,7 +312,7 @@ class EngineReplica:
 
         engine = self._check()
         self._weights.join()
-        self._monitor.hold("join")  # the engine waits for the other members in its main loop
+        self._monitor.hold("join")  # the engine's main loop waits for the other members
         request = WeightTransferInitRequest(init_info=init_info)
         with events.span("join_group"):
             await self._guard(engine.init_weight_transfer_engine(request), "init_weight_transfer")
@@ -319,7 +320,7 @@ class EngineReplica:
         self._monitor.release("join")
 
     async def start_weight_update(self) -> None:
-        """Prepare the engine's model for new weights. Raises ReplicaFailed if these have no memory."""
+        """Prepare the engine's model for new weights. Raises ReplicaFailed if there is no memory for them."""
         engine = self._check()
         if "weights" in self._weights.asleep:
             raise ReplicaFailed(self.index, f"replica {self.index} sleeps, and has no memory for new weights")
@@ -330,7 +331,7 @@ class EngineReplica:
     async def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive and load all buckets of one sync. `update_info`: fields of `MegarlUpdateInfo`.
 
-        If another member fails, this returns early and without an error, and the sync must be abandoned.
+        If another member fails, this returns early without an error, and the sync must be abandoned.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -341,21 +342,21 @@ class EngineReplica:
         await self._guard(engine.update_weights(request), "update_weights")
 
     async def finish_weight_update(self, version: str) -> None:
-        """Complete the new weights and label later tokens with `version`."""
+        """Finish the update and label later tokens with `version`."""
         engine = self._check()
         await self._guard(engine.finish_weight_update(version), "finish_weight_update")
         if self._sees and self._tower_sent:
-            # vLLM 0.32 keeps the embeddings of images if it is paused without clearing its caches.
+            # vLLM 0.32 keeps image embeddings if it is paused without clearing its caches.
             await self._guard(engine.reset_encoder_cache(), "reset_encoder_cache")
         self._weights.finished()
         self._version = version
         self._activity.end_weights(version)
 
     async def abandon_weight_update(self, update_info: dict[str, Any]) -> None:
-        """Give up a sync that has not finished here, keep the requests, and stay paused until a later one is complete.
+        """Abandon an unfinished sync, keep the requests, and stay paused until a later one completes.
 
-        `update_info`: the message that makes the engine do so. Raises ReplicaFailed if the engine cannot be loaded
-        again and must be replaced.
+        `update_info`: the message that makes the engine do so. Raises ReplicaFailed if the engine cannot be reloaded
+        and must be replaced.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -368,17 +369,17 @@ class EngineReplica:
         self._weights.abandoned()
 
     async def set_weight_version(self, version: str) -> None:
-        """Label later tokens with `version`, without a change of the weights."""
+        """Label later tokens with `version` without changing the weights."""
         engine = self._check()
         await self._guard(engine.update_weight_version(version), "set_weight_version")
         self._version = version
 
     async def world_size(self) -> int:
-        """Return the number of engine workers of this replica (its TP size)."""
+        """Return this replica's number of engine workers (its TP size)."""
         return self.config.rollout.tensor_parallel
 
     async def devices(self) -> HeldDevices:
-        """Return the devices that this replica holds."""
+        """Return the devices this replica holds."""
         return held_devices(f"replica {self.index}", self.cuda)
 
     async def status(self) -> ReplicaStatus:
@@ -394,7 +395,7 @@ class EngineReplica:
         """Stop the engine's processes. Raises EngineMayRun if one survives and keeps its memory."""
         left: set[ProcessId] = set()
         if self._engine is not None:
-            # The engine process has nothing to save, and does not end on SIGTERM within its default timeout (5 s).
+            # The engine process has nothing to save, and does not exit on SIGTERM within the default timeout (5 s).
             self._engine.shutdown(timeout=0.5)
             self._engine = None
             left = sweep(self._processes, grace_s=0.0)
@@ -405,7 +406,7 @@ class EngineReplica:
             raise EngineMayRun(self.index, f"replica {self.index}: processes {pids} of its engine do not end")
 
     def _check(self) -> AsyncLLM:
-        """Return the engine. Raises ReplicaFailed if it has failed or is not started."""
+        """Return the engine. Raises ReplicaFailed if it failed or has not started."""
         if self._failed is not None:
             raise ReplicaFailed(self.index, self._failed)
         if self._engine is None:
@@ -415,7 +416,7 @@ class EngineReplica:
         return self._engine
 
     def _check_weights(self) -> AsyncLLM:
-        """Return the engine, if its weights are those of one version. Raises ReplicaFailed otherwise."""
+        """Return the engine if its weights are from one version. Raises ReplicaFailed otherwise."""
         engine = self._check()
         if (obstacle := self._weights.obstacle) is not None:
             raise ReplicaFailed(self.index, f"replica {self.index} {obstacle}")
@@ -424,7 +425,7 @@ class EngineReplica:
     async def _guard(self, call: Awaitable[T], what: str) -> T:
         """Await an engine call; raise ReplicaFailed if it fails or the engine dies.
 
-        vLLM 0.32 never answers a call of a weight sync when the engine's process dies.
+        vLLM 0.32 never answers a weight sync call if the engine's process dies.
         """
         task = asyncio.ensure_future(call)
         try:

@@ -1,7 +1,7 @@
 """The parts in which an engine reports a response, and how another engine continues one. Pure.
 
-The tokens that a lost engine reported are kept. Another engine gets the prompt with these tokens and continues it: no
-reported token is sampled twice.
+A lost engine's reported tokens are kept. Another engine gets the prompt plus these tokens and continues, so no reported
+token is sampled twice.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megarl.rollout.engine.messages import GenerateRequest, continuation_seed
 
 @dataclass(frozen=True)
 class ResponsePart:
-    """Consecutive tokens of one response, with one log-prob for each of them; `versions` counts from the part's start.
+    """Consecutive tokens of one response, with one log-prob each; `versions` counts from the part's start.
 
     `finish_reason`: how the response ended with this part, `abort` if the engine dropped it; None if more tokens
-    follow. `seconds`: from the request's arrival at the engine to the part's end; this includes `queue_s`, before the
-    engine began with it, and `prefill_s`, from then to the first token. `routes`: the experts of each token of prompt
-    and response before the part's last one, without those of earlier parts; None: the engine returns none.
+    follow. `seconds`: from the request's arrival at the engine to the part's end, including `queue_s`, until the engine
+    started on it, and `prefill_s`, from then to the first token. `routes`: the experts of each prompt and response
+    token before the part's last, without those of earlier parts; None: the engine returns none.
     """
 
     response_ids: list[int] = field(default_factory=list)
@@ -40,17 +40,17 @@ class ResponsePart:
             raise ValueError(f"{len(self.logprobs)} log-probs for {len(self.response_ids)} tokens")
 
     def without_times(self, finish_reason: FinishReason | None) -> ResponsePart:
-        """Return the tokens without the times, after an engine has stopped working on them."""
+        """Return the tokens without the times, for a response its engine has stopped."""
         return changed(self, finish_reason=finish_reason, seconds=0.0, queue_s=0.0, prefill_s=0.0)
 
 
-# An engine's answer to a call about some requests: the tokens of each since the last report, by request id; and its
-# load since its last report on any requests.
+# An engine's answer to a call about some requests: each one's tokens since the last report, by request id; and the
+# engine's load since its last report on any requests.
 EngineReport: TypeAlias = tuple[dict[str, ResponsePart], EngineLoad]
 
 
 def report_size(report: EngineReport) -> int:
-    """Return about how many numbers a report has."""
+    """Return roughly how many numbers a report has."""
     return 1 + sum(
         2 * len(part.response_ids) + (0 if part.routes is None else part.routes.experts_TLK.nbytes // 8)
         for part in report[0].values()
@@ -58,13 +58,13 @@ def report_size(report: EngineReport) -> int:
 
 
 def join_parts(first: ResponsePart, second: ResponsePart) -> ResponsePart:
-    """Return the tokens of both; adjacent spans of one version are merged. Times and end are the second's.
+    """Return the tokens of both, with adjacent spans of one version merged. Times and finish reason are the second's.
 
     Raises ValueError if the response ended with `first`.
     """
     if first.finish_reason is not None:
         raise ValueError(f"a response that has ended ({first.finish_reason}) cannot be continued")
-    if not first.response_ids and len(second.versions) < 2:  # every response that comes in one part
+    if not first.response_ids and len(second.versions) < 2:  # every response that arrives in one part
         return second
     offset = len(first.response_ids)
     spans = list(first.versions)
@@ -86,7 +86,7 @@ def join_parts(first: ResponsePart, second: ResponsePart) -> ResponsePart:
 
 
 def tokens_from(part: ResponsePart, known: int) -> ResponsePart:
-    """Return a part's tokens from number `known` on; `join_parts` is the inverse."""
+    """Return a part's tokens from index `known` on; `join_parts` is the inverse."""
     if not known:
         return part
     spans = tuple(
@@ -112,7 +112,7 @@ def first_tokens(part: ResponsePart, count: int, finish_reason: FinishReason) ->
 def tokens_end(request: GenerateRequest, so_far: ResponsePart) -> FinishReason | None:
     """Return how the tokens so far end the response; None if more can follow.
 
-    For tokens from elsewhere: an engine reports the end together with the last token.
+    Used for tokens from elsewhere: an engine reports the end with the last token.
     """
     ids = so_far.response_ids
     if ids and ids[-1] in request.sampling.stop_token_ids:
@@ -121,7 +121,7 @@ def tokens_end(request: GenerateRequest, so_far: ResponsePart) -> FinishReason |
 
 
 def continue_request(request: GenerateRequest, so_far: ResponsePart) -> GenerateRequest:
-    """Return the request for the tokens after `so_far`; it is `request` itself if that is empty.
+    """Return the request for the tokens after `so_far`; `request` itself if that is empty.
 
     Its seed depends on the request's seed and the number of tokens so far. Raises ValueError if no token can follow.
     """

@@ -1,7 +1,7 @@
-"""Brings the responses of a call to their end, on one replica after the other if some are lost or drained.
+"""Completes the responses of a call, moving to other replicas if some are lost or drained.
 
-A replica reports the tokens of a call when all its responses have ended, and before that at intervals, so that another
-one can continue them from there.
+A replica reports a call's tokens at intervals, and when all its responses have ended. Another replica can continue from
+the last report.
 
 A publication without partial rollouts waits for running calls. A call is running while a replica works on it, and
 between replicas if it has tokens.
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CallTerms:
-    """How the fleet treats a call, where that differs from a call for a training group.
+    """How the fleet treats a call differently from a training group's call.
 
-    `foreign`: it comes from outside the run, where its time is bounded: no replica is lost because a response takes
-    long, no publication waits for it, and cancelling it ends its requests in the engine (for training, a reset does).
-    `of_group`: a harness makes it for one of the run's groups, so publications wait for it as for any call of a group.
-    `report_interval_s`: replaces the fleet's.
+    `foreign`: it comes from outside the run and is time-limited there. A long response never makes its replica lost, no
+    publication waits for it, and cancelling it ends its requests in the engine (training relies on a reset).
+    `of_group`: a harness makes it for one of the run's groups, so publications wait for it as for any group call.
+    `report_interval_s`: overrides the fleet's.
     """
 
     foreign: bool = False
@@ -48,7 +48,7 @@ GROUP_TERMS = CallTerms()
 
 @dataclass(eq=False)
 class Call:
-    """A call: its responses so far, and the replica that works on them, if any. `background`: for an evaluation."""
+    """A call: its responses so far, and the replica working on them, if any. `background`: for an evaluation."""
 
     responses: ResponsesSoFar
     background: bool
@@ -57,20 +57,20 @@ class Call:
 
     @property
     def running(self) -> bool:
-        """True if it has begun and not ended: new weights would give its responses two versions."""
+        """True if it has begun but not ended, so new weights would give its responses two versions."""
         return bool(self.responses.unfinished) and (self.replica is not None or self.responses.tokens > 0)
 
     @property
     def outside(self) -> bool:
-        """True if its responses may have several versions and take longer than the run's time limits."""
+        """True if its responses may have several versions and exceed the run's time limits."""
         return self.terms.foreign and not self.terms.of_group
 
 
 class CallRunner:
     """Places calls on serving replicas and follows their reports.
 
-    A replica that dies or does not report in time is lost. Another one continues its responses from the reported
-    tokens; if none is left, they wait for a replacement that is coming. A refused request does not make a replica lost.
+    A replica that dies or reports too late is lost. Another continues its responses from the reported tokens; if none
+    is left, they wait for a coming replacement. Refusing a request does not make a replica lost.
     """
 
     def __init__(self, table: ReplicaTable, router: Router, timeouts: TimeoutsConfig, report_interval_s: float) -> None:
@@ -94,13 +94,13 @@ class CallRunner:
             self._changed.set()
 
     def on(self, replica: int) -> int:
-        """Return the number of unfinished responses of a replica, including those it gives up."""
+        """Return a replica's number of unfinished responses, including those it is giving up."""
         return sum(len(call.responses.unfinished) for call in self._calls if call.replica == replica)
 
     async def end(self, timeout_s: float) -> None:
-        """Wait until only calls from outside are running.
+        """Wait until only calls from outside the run are running.
 
-        After `timeout_s` raises RolloutError with the number of requests of each replica.
+        Raises RolloutError with each replica's number of requests after `timeout_s`.
         """
         until = time.monotonic() + timeout_s
         while running := [call for call in self._calls if call.running and not call.outside]:
@@ -120,7 +120,7 @@ class CallRunner:
                 ) from None
 
     async def _finish(self, call: Call, context: RequestContext) -> None:
-        """Bring every response of a call to its end."""
+        """Complete every response of a call."""
         responses, deadline = call.responses, context.deadline
         timeout_s = math.inf if call.background or call.terms.foreign else self._timeouts.generate_s
         while responses.unfinished:
@@ -148,12 +148,12 @@ class CallRunner:
                 self._changed.set()
 
     async def _serve(self, context: RequestContext, lease: Lease, call: Call, timeout_s: float) -> None:
-        """Have a replica work on the unfinished responses, which are placed on it, until all have ended.
+        """Have a replica work on the unfinished responses placed on it until all have ended.
 
-        At the deadline, or when it is drained, the replica stops the others, which stay unfinished.
+        At the deadline, or when drained, the replica stops the rest, which stay unfinished.
 
-        Raises ReplicaFailed if the replica is lost or replaced, or if a report is `timeouts.rpc_s` late; RolloutError
-        if responses are unfinished after `timeout_s`, once the replica has stopped them.
+        Raises ReplicaFailed if the replica is lost or replaced, or if a report is `timeouts.rpc_s` late. Raises
+        RolloutError if responses are unfinished after `timeout_s`, once the replica has stopped them.
         """
         assert lease.client is not None  # it served when it got the requests
         responses, deadline, replica = call.responses, context.deadline, lease.replica
@@ -198,7 +198,7 @@ class CallRunner:
     def _add(
         self, prefix: Hashable, lease: Lease, report: EngineReport, add: Callable[[Mapping[str, ResponsePart]], int]
     ) -> int:
-        """Add the tokens of a report; return how many responses ended with them."""
+        """Add a report's tokens; return how many responses they ended."""
         parts, load = report
         lease.replica.work.note(sum(len(part.response_ids) for part in parts.values()), time.monotonic())
         ended = add(parts)
@@ -206,13 +206,13 @@ class CallRunner:
         return ended
 
     async def _end(self, prefix: Hashable, lease: Lease, responses: ResponsesSoFar) -> int:
-        """Have a replica stop its unfinished responses; add their last tokens and return how many ended."""
+        """Have a replica stop its unfinished responses; add their last tokens; return how many ended."""
         assert lease.client is not None
         report = await lease.client.call("end", responses.reported, timeout_s=self._timeouts.rpc_s)
         return self._add(prefix, lease, report, responses.add_last)
 
     def _stop(self, lease: Lease, reported: dict[str, int]) -> None:
-        """Have a replica stop requests that nobody awaits, without waiting for it."""
+        """Have a replica stop requests nobody awaits, without waiting for it."""
 
         async def stop() -> None:
             assert lease.client is not None

@@ -1,4 +1,4 @@
-"""Batches of small things in one call: those of one turn of the event loop, or messages of a bounded size.
+"""Batches small items in one call: those of one event loop turn, or messages up to a size limit.
 
 A call between processes costs as much as 20 messages.
 """
@@ -20,10 +20,10 @@ Answer = TypeVar("Answer")
 
 
 class Turn(Generic[Asked, Answer]):
-    """One call for everyone who joins in the current turn of the event loop; `task` makes it in the next turn."""
+    """One call for everyone who joins in the current event loop turn; `task` makes it in the next turn."""
 
     def __init__(self, call: Callable[[list[Asked]], Awaitable[Sequence[Answer]]]) -> None:
-        """`call`: returns the answers to what has joined, in order."""
+        """`call`: returns the answers to the joined items, in order."""
         self.joined: list[Asked] = []
         self.open = True
         self.task = asyncio.get_running_loop().create_task(self._make(call))
@@ -41,16 +41,16 @@ class Turn(Generic[Asked, Answer]):
 
 Sent = TypeVar("Sent")
 
-# Seconds between two calls. They grow with the number of running loops: with thousands, a turn of each takes seconds,
-# and few messages would meet within the shortest time.
+# Seconds between two calls. They grow with the number of running loops: with thousands, a turn takes seconds, and few
+# messages would arrive within the minimum.
 GATHER_S, GATHER_EACH_S, MOST_GATHER_S = 0.005, 4e-5, 0.2
-# Bounds of one call, so that neither side is busy with it for long: 200,000 numbers are read in about 10 ms. The rest
-# waits for the next call.
+# Limits of one call, so that it blocks neither side for long: reading 200,000 numbers takes about 10 ms. The rest waits
+# for the next call.
 MOST_MESSAGES, MOST_SIZE = 512, 200_000
 
 
 def gathering_s(under_way: int) -> float:
-    """Return how long messages may gather while `under_way` senders wait for an answer."""
+    """Return how long to gather messages while `under_way` senders wait for an answer."""
     return min(MOST_GATHER_S, GATHER_EACH_S * under_way)
 
 
@@ -61,14 +61,14 @@ class Outbox(Generic[Sent]):
         self, under_way: Callable[[], int] = int, gather_s: float = GATHER_S,
         size_of: Callable[[Sent], int] = attrgetter("size"),
     ) -> None:  # fmt: skip
-        """`under_way`: the number of those who wait for messages, by which the time between two calls grows.
+        """`under_way`: returns how many wait for messages; the time between calls grows with it.
 
-        `gather_s`: the shortest time between two calls, in which messages gather. `size_of`: returns about how many
+        `gather_s`: the minimum time between two calls, in which messages gather. `size_of`: returns roughly how many
         numbers a message has.
         """
         self._under_way, self._gather_s, self._size_of = under_way, gather_s, size_of
         self._waiting: deque[Sent] = deque()
-        self._size = 0  # of those that wait
+        self._size = 0  # of the waiting messages
         self._some, self._full = asyncio.Event(), asyncio.Event()
         self._next_at = 0.0
 
@@ -80,7 +80,7 @@ class Outbox(Generic[Sent]):
         self._note_full()
 
     async def take(self, wait_s: float) -> list[Sent]:
-        """Wait up to `wait_s` for a message, let others gather up to the bounds of a call, and return them."""
+        """Wait up to `wait_s` for a message, gather more up to the limits of a call, and return them."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._some.wait()
@@ -118,7 +118,7 @@ class Outbox(Generic[Sent]):
 
 
 class BatchDecoder:
-    """Decodes the responses that end in one turn of the event loop together, in another thread.
+    """Decodes all responses that end in one event loop turn together, in another thread.
 
     Decoding is the longest work per response, and the tokenizer releases the GIL.
     """

@@ -1,8 +1,8 @@
-"""Small messages between a process and an actor, in both directions, which share few Ray calls.
+"""Small messages between a process and an actor, both ways, batched into few Ray calls.
 
-One call gives messages to the actor, another one waits for the actor's. At most one of each kind runs, so messages
-arrive in order, and those that come during a call share the next one. A call that may have been lost is repeated, and
-counts once. A Ray call costs as much time as 50 short tokens.
+One call gives messages to the actor, another waits for the actor's. At most one of each runs, so messages arrive in
+order, and those that arrive during a call share the next one. A call that may be lost is repeated and counts once. A
+Ray call takes as long as 50 short tokens.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ RETRY_S = 0.5  # between calls to an actor that cannot be reached
 
 
 class LinkLost(RolloutError):  # noqa: N818
-    """An actor has died, or does not answer."""
+    """An actor has died or does not answer."""
 
 
 def fate_of_actor(error: BaseException) -> Literal["died", "cut", "lives"]:
     """Return the state of an actor whose call raised `error`; `cut`: the call may have reached it.
 
-    Ray's classes are recognized by name, so that processes need not import Ray.
+    Ray's classes are recognized by name, so processes need not import Ray.
     """
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if kinds & {"ActorUnavailableError"}:
@@ -42,17 +42,17 @@ def fate_of_actor(error: BaseException) -> Literal["died", "cut", "lives"]:
 
 
 def own_text(error: BaseException) -> str:
-    """Return the first line of the actor's error, without the traceback in which Ray wraps it."""
+    """Return the first line of the actor's error, without Ray's traceback around it."""
     lines = str(getattr(error, "cause", None) or error).strip().splitlines()
     return lines[0] if lines else ""
 
 
-# Messages of an actor: a number that counts up, the messages, and what the actor waits for, as the end of a sentence.
+# An actor's messages: a number that counts up, the messages, and what the actor waits for, as the end of a sentence.
 Parcel: TypeAlias = tuple[int, tuple[Received, ...], str]
 
 
 class LinkServer(Generic[Sent]):
-    """The actor's side. It serves only the newest link, and forgets messages for earlier ones."""
+    """The actor's side. It serves only the newest link and forgets messages for earlier ones."""
 
     def __init__(
         self, receive: Callable[[Sequence[Any]], Awaitable[None]], under_way: Callable[[], int],
@@ -60,10 +60,10 @@ class LinkServer(Generic[Sent]):
         begun: Callable[[], object] = lambda: None, pack: Callable[[Sent], Any] = lambda message: message,
         size_of: Callable[[Sent], int] = attrgetter("size"),
     ) -> None:  # fmt: skip
-        """`receive`: takes the messages of a call. `under_way`, `gather_s`, `size_of`: see `Outbox`.
+        """`receive`: takes a call's messages. `under_way`, `gather_s`, `size_of`: see `Outbox`.
 
-        `waiting`: see `Parcel`. `begun`: called when a new link has begun. `pack`: returns what is sent of a message of
-        the outbox when it goes.
+        `waiting`: see `Parcel`. `begun`: called when a new link begins. `pack`: converts an outbox message when it is
+        sent.
         """
         self._receive, self._waiting, self._begun, self._pack = receive, waiting, begun, pack
         self._new_outbox = partial(Outbox[Sent], under_way, GATHER_S if gather_s is None else gather_s, size_of)
@@ -73,11 +73,11 @@ class LinkServer(Generic[Sent]):
         self._link, self._given = link, 0
         self.outbox: Outbox[Sent] = self._new_outbox()
         self._taking = asyncio.Lock()
-        self._taken, self._last = 0, tuple[Any, ...]()  # kept until the link has them: the call may have been lost
+        self._taken, self._last = 0, tuple[Any, ...]()  # kept until the link has them, because the call may be lost
         self._begun()
 
     async def give(self, number: int, messages: Sequence[Any], link: str = "") -> None:
-        """Take messages. `number`: of the call; a repeated call counts once. `link`: the id of the link."""
+        """Take messages. `number`: of the call; a repeated call counts once. `link`: the link's id."""
         if link != self._link:
             self._begin(link)
         if number > self._given:
@@ -85,10 +85,10 @@ class LinkServer(Generic[Sent]):
             await self._receive(messages)
 
     async def take(self, seen: int, wait_s: float, link: str = "") -> Parcel[Any]:
-        """Return messages: at once if there are any, else after up to `wait_s`.
+        """Return messages: at once if there are any, otherwise after up to `wait_s`.
 
-        `seen`: the last number that the link has; if later messages were lost, they are returned again. Raises
-        RolloutError if another link has begun.
+        `seen`: the last number the link has; if later messages were lost, they are returned again. Raises RolloutError
+        if another link has begun.
         """
         async with self._taking:
             messages = await self.outbox.take(wait_s) if link == self._link and seen == self._taken else None
@@ -100,7 +100,7 @@ class LinkServer(Generic[Sent]):
 
 
 class LinkClient(Generic[Sent]):
-    """The other side: sends messages and passes on the actor's, from `open` to `close` or to the actor's loss."""
+    """The other side: sends messages and passes on the actor's, from `open` until `close` or the actor's loss."""
 
     def __init__(
         self, name: str, actor: Any, rpc_s: float, receive: Callable[[Sequence[Any]], Awaitable[None]],  # noqa: ANN401  # Ray does not know the methods of actors
@@ -110,14 +110,14 @@ class LinkClient(Generic[Sent]):
     ) -> None:  # fmt: skip
         """`actor`: has the methods `give` and `take` of its `LinkServer`. `name`: of the actor, in messages.
 
-        `rpc_s`: how long an answer may be late. `lost` is called once, with what has happened. `under_way`, `gather_s`,
-        `size_of`: see `Outbox`. `link`: an id, for an actor that another process may have used. `polls`: whether the
-        actor may have something to say to what it was given. `who`: this side, in messages.
+        `rpc_s`: how late an answer may be. `lost` is called once, with the cause. `under_way`, `gather_s`, `size_of`:
+        see `Outbox`. `link`: an id, for actors that another process may have used. `polls`: whether the actor may have
+        answers to what it was given. `who`: this side, in messages.
         """
         self._name, self.actor, self._rpc_s, self._receive, self._lost = name, actor, rpc_s, receive, lost
         self._outbox: Outbox[Sent] = Outbox(under_way, gather_s, size_of)
         self._link = (link,) if link else ()
-        self._given, self._is_known = 0, not link  # the actor knows a link once it was given something
+        self._given, self._is_known = 0, not link  # the actor knows a link once it received something
         self._giving = asyncio.Lock()
         self._polls, self._given_some, self._who = polls, asyncio.Event(), who
         self._drops = 0
@@ -126,7 +126,7 @@ class LinkClient(Generic[Sent]):
         self._is_lost = False
 
     def open(self) -> None:
-        """Start to send and receive."""
+        """Start sending and receiving."""
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._watched(each)) for each in (self._give, self._take)]
 
@@ -140,9 +140,9 @@ class LinkClient(Generic[Sent]):
         self._outbox.put(message)
 
     async def drop(self) -> None:
-        """Forget unsent messages, and have the actor forget everything by its method `drop`; else it is lost."""
+        """Discard unsent messages and call the actor's `drop` to make it discard everything; else it is lost."""
         try:
-            async with self._giving:  # so no earlier message arrives later
+            async with self._giving:  # so that no earlier message arrives later
                 self._drops += 1
                 self._outbox.clear()
                 await self._call("drop", limit_s=self._rpc_s)
@@ -187,7 +187,7 @@ class LinkClient(Generic[Sent]):
                 await self._receive(messages)
 
     async def _call(self, method: str, *args: object, limit_s: float) -> Any:  # noqa: ANN401  # of any method
-        """Call a method of the actor, repeatedly while it cannot be reached. Raises LinkLost after `limit_s`."""
+        """Call an actor method; retry while the actor cannot be reached. Raises LinkLost after `limit_s`."""
         deadline = time.monotonic() + limit_s
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Calls to a replica's methods as messages of a link, and calls to any actor that run exactly once."""
+"""Calls to a replica's methods over a link, and calls to any actor that run exactly once."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ KEPT = 64  # answers; a client repeats a call only while it waits for it
 
 
 class AnsweredCalls:
-    """Runs each call once, and gives its answer to everyone who sends the same idempotency key.
+    """Runs each call once and returns its answer to every sender of the same idempotency key.
 
-    A sender that loses the network during a call cannot know whether it ran, and sends it again.
+    A sender that loses the network during a call cannot know whether it ran, so it resends the call.
     """
 
     def __init__(self, kept: int = KEPT) -> None:
-        """`kept`: how many answers to remember, besides those of running calls."""
+        """`kept`: how many answers to remember, besides running calls."""
         self._kept = kept
         self._calls: dict[str, asyncio.Future[Any]] = {}
 
     async def answer(self, key: str, run: Callable[[], Awaitable[Any]]) -> Any:  # noqa: ANN401  # of any method
-        """Return the answer to the call `key`, or raise what it raised; `run` starts it if it is new."""
+        """Return the answer to the call `key`, or raise what it raised; `run` starts a new call."""
         if (task := self._calls.get(key)) is None:
             task = self._calls[key] = asyncio.ensure_future(run())
             self._forget()
@@ -44,19 +44,19 @@ class AnsweredCalls:
             del self._calls[key]
 
 
-# The messages of such a link: a call's number, method and arguments; its number, result, error, and the result's size.
+# The link's messages: a call's number, method and arguments; its number, result, error, and the result's size.
 Call: TypeAlias = tuple[int, str, tuple[Any, ...]]
 Reply: TypeAlias = tuple[int, Any, Exception | None, int]
 
 
 class RpcServer:
-    """The replica's side: makes the calls of a link and sends their results."""
+    """The replica's side: runs a link's calls and sends their results."""
 
     def __init__(
         self, call: Callable[[str, Sequence[Any]], Awaitable[Any]], gather_s: float | None = None,
         size_of: Callable[[str, Any], int] = lambda method, result: 1,
     ) -> None:  # fmt: skip
-        """`call`: calls a method of the replica. `gather_s`: see `Outbox`. `size_of`: of what a method has returned."""
+        """`call`: calls a method of the replica. `gather_s`: see `Outbox`. `size_of`: of a method's result."""
         self._call, self._size_of = call, size_of
         self._tasks: set[asyncio.Future[Any]] = set()
         self.link: LinkServer[Reply] = LinkServer(
@@ -71,7 +71,7 @@ class RpcServer:
             task.add_done_callback(partial(self._ended, self.link.outbox, number, method))
 
     def _ended(self, outbox: Outbox[Reply], number: int, method: str, task: asyncio.Future[Any]) -> None:
-        """Send the result to the link that has asked for it, by whose outbox it is known."""
+        """Send the result to the link that asked for it, identified by its outbox."""
         self._tasks.discard(task)
         if task.cancelled():
             outbox.put((number, None, RolloutError("the call was cancelled in the replica"), 1))
@@ -82,7 +82,7 @@ class RpcServer:
 
 
 def _sendable(error: BaseException) -> Exception:
-    """Return an error that another process can unpickle: a RolloutError, or the text of others."""
+    """Return an error another process can unpickle: a RolloutError, or the text of any other."""
     return error if isinstance(error, RolloutError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
@@ -90,14 +90,14 @@ class RpcClient:
     """The controller's side: open calls to one replica. Each caller has its own time limit."""
 
     def __init__(self, name: str, replica: Any, rpc_s: float) -> None:  # noqa: ANN401  # Ray does not know the methods of actors
-        """`replica`: an actor with the methods of `RpcServer.link`. `name`, `rpc_s`: see `LinkClient`."""
+        """`replica`: an actor with `RpcServer.link`'s methods. `name`, `rpc_s`: see `LinkClient`."""
         self._name, self._replica, self._rpc_s = name, replica, rpc_s
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._link: LinkClient[Call] | None = None
 
     async def call(self, method: str, *args: object) -> Any:  # noqa: ANN401  # of any method
-        """Return what the method returns. Raises what it raises, and LinkLost if the replica died or is silent."""
+        """Return what the method returns. Raises what it raises, and LinkLost if the replica died or hangs."""
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         self._open[number] = future
         if self._link is None:
@@ -113,7 +113,7 @@ class RpcClient:
             self._open.pop(number, None)
 
     def close(self) -> None:
-        """End the link, unless calls are open: then it ends with the actor."""
+        """End the link if no calls are open; otherwise it ends with the actor."""
         if self._link is not None and not self._open:
             self._link.close()
             self._link = None
@@ -121,7 +121,7 @@ class RpcClient:
     async def _settle(self, replies: Sequence[Reply]) -> None:
         for number, result, error, _ in replies:
             future = self._open.get(number)
-            if future is None or future.done():  # it is no longer awaited
+            if future is None or future.done():  # nobody awaits it
                 continue
             if error is not None:
                 future.set_exception(error)
@@ -136,18 +136,18 @@ class RpcClient:
                 future.set_exception(error)
 
 
-# Every turn of a loop makes some of these calls, so they share Ray calls and keep their order.
+# Every loop turn makes some of these calls, so they share Ray calls and stay in order.
 _SHARED = frozenset({"generate", "report", "end"})
 
 
 def as_rollout_error(index: int, method: str, error: BaseException, where: str) -> RequestFailed | ReplicaFailed:
-    """Convert what an actor call raised: the replica's error, which Ray wraps, or the death of the actor.
+    """Convert what an actor call raised: the replica's error, wrapped by Ray, or the actor's death.
 
     `where`: where the replica's log is.
     """
     if isinstance(error, LinkLost) and error.__cause__ is not None:
         error = error.__cause__
-    # Ray raises a subclass of the cause's type whose text is the replica's whole traceback: read the cause first.
+    # Ray raises a subclass of the cause's type with the replica's whole traceback as text, so read the cause first.
     cause = getattr(error, "cause", None)
     for own in (cause, error):
         if isinstance(own, RequestFailed):
@@ -162,22 +162,21 @@ def as_rollout_error(index: int, method: str, error: BaseException, where: str) 
 
 
 class ReplicaClient:
-    """Calls the methods of one actor; a replacement gets another client. `where`: where its log is."""
+    """Calls one actor's methods; a replacement gets another client. `where`: where its log is."""
 
     def __init__(self, index: int, actor: ActorHandle, rpc_s: float, where: str) -> None:
-        """`rpc_s`: how late the answers to shared calls may be."""
+        """`rpc_s`: how late answers to shared calls may be."""
         self.index, self.actor, self.where = index, actor, where
         self._shared = RpcClient(f"replica {index}", actor, rpc_s)
 
     def close(self) -> None:
-        """Record that the actor gets no more calls. Open calls fail when it ends."""
+        """Note that the actor gets no more calls. Open calls fail when it ends."""
         self._shared.close()
 
     async def call(self, method: str, *args: object, timeout_s: float) -> Any:  # noqa: ANN401  # Ray does not know the type
         """Call a method and return its result.
 
-        Raises RequestFailed for a request that the engine refused, ReplicaFailed for any other failure and after
-        `timeout_s`.
+        Raises RequestFailed if the engine refused a request, ReplicaFailed for any other failure and after `timeout_s`.
         """
         try:
             async with asyncio.timeout(timeout_s) as limit:

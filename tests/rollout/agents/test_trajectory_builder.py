@@ -99,7 +99,7 @@ def test_rewards_of_turns_stand_at_the_first_tokens_of_the_turns() -> None:
     assert plain == replace(row, turn_rewards=[], turn_starts=[])
     single = trajectory(7, 1, [1], GOOD, RewardResult(1.0, turn_rewards=(0.5,)))
     assert (single.turn_rewards, single.turn_starts) == ([0.5], [0])
-    with pytest.raises(ValueError, match="sample 7:1 has rewards of 2 turns, and the model had 1: an agent loop has"):
+    with pytest.raises(ValueError, match="sample 7:1 has rewards for 2 turns, but the model had 1: an agent loop must"):
         trajectory(7, 1, [1], GOOD, by_turn)
 
 
