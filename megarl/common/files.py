@@ -59,7 +59,7 @@ def write_json(path: Path, content: object) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a whole file atomically. Raises OSError, and leaves nothing else behind."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # processes of two hosts may share an id
     try:
         temporary.write_bytes(content)
         os.replace(temporary, path)

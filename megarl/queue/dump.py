@@ -121,7 +121,10 @@ def read_images(directory: Path, rows: Iterable[Trajectory]) -> dict[str, bytes]
     try:
         return {name: _image_path(directory, name).read_bytes() for name in names}
     except OSError as error:
-        raise DumpError(f"{directory}: a file of an image of its rows is missing: {error}") from error
+        raise DumpError(
+            f"{directory}: a file of an image of its rows is missing: {error}; copy the run's images/ to it, or record "
+            "the batches again (earlier releases did not keep image files)"
+        ) from error
 
 
 def _image_path(directory: Path, name: str) -> Path:

@@ -131,7 +131,7 @@ class HttpTool:
     def _shown(self, parts: list[object]) -> ToolAnswer:
         try:
             answer = answer_of(parts)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return self._error(f"its answer has chat parts that cannot be used: {type(error).__name__}: {error}")
         return replace(answer, text=bounded(answer.text, self._max_characters))
 

@@ -132,8 +132,9 @@ def test_an_answer_with_images(server: Server) -> None:
         (shown(f"data:image/png;base64,{'A' * (MAX_IMAGE_BYTES * 4 // 3 + 8)}"), "it has more than"),
         ('[{"type": "image", "image": "a.png"}]', "TypeError"),
         ('[{"type": "image_url"}]', "KeyError"),
+        ('[{"type": "image_url", "image_url": {"url": 5}}]', "AttributeError"),
     ],
-    ids=["address", "file", "size", "path", "form"],
+    ids=["address", "file", "size", "path", "form", "number"],
 )
 def test_images_that_cannot_be_used(server: Server, text: str, message: str) -> None:
     server.answers = [(200, text)]

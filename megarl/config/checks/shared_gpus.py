@@ -56,7 +56,7 @@ def shared_gpus_problems(config: Config, device: str) -> Iterator[str]:
     for target, names in _PINNED.items():
         values = getattr(config.megatron, target)
         yield from (f"megatron.{target}.{name}: {why}; remove it, or set {key}: false" for name, why in names.items()
-                    if values.get(name, "none") not in (False, "none"))  # fmt: skip
+                    if values.get(name, "none") not in (None, False, "none"))  # fmt: skip
 
 
 def _expandable(environment: Mapping[str, str]) -> str | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
 from megarl.config.schema import DEFAULT_INTERVAL
+
+logger = logging.getLogger(__name__)
 
 Tree = Mapping[str, Any]  # a config's plain values
 CLIPS = ("clip_low", "clip_high", "clip_dual")
@@ -87,6 +90,9 @@ def without_removed(tree: Tree) -> dict[str, Any]:
     Bounds of the policy loss become options of the loss, so that a resumed run trains with the same ones.
     """
     kept, algorithm = _without_removed(tree), _section(tree, "algorithm")
+    dtype, precision = _section(tree, "rollout").get("dtype"), _section(tree, "trainer").get("precision", "bf16")
+    if dtype not in (None, "auto", {"fp32": "float32", "bf16": "bfloat16"}.get(precision)):
+        logger.warning("rollout.dtype: %s of the stored config is ignored: engines use trainer.precision", dtype)
     if clips := {name: algorithm[name] for name in CLIPS if algorithm.get(name) is not None}:
         kept["algorithm"]["loss_options"] = clips | (kept["algorithm"].get("loss_options") or {})
     return kept

@@ -349,7 +349,8 @@ class TrainerRank:
         tower = self.info.vision
         if tower is None:
             return 0
-        one = min(FEATURE_CACHE_BYTES, self.step_patches * tower.hidden * (1 + len(tower.deepstack)) * self.element)
+        width = max(tower.hidden, self.info.hidden // tower.merge**2)  # per patch, before or after the projector
+        one = min(FEATURE_CACHE_BYTES, self.step_patches * width * (1 + len(tower.deepstack)) * self.element)
         return one * (len(self.frozen) + (self.trains_vision != "all"))
 
     def logits_bytes(self, *, update: bool) -> int:

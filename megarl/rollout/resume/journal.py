@@ -48,6 +48,7 @@ SLACK_BYTES = 64 << 20  # growth of the file before it is searched for removable
 # Removed keys with their fixed values: the digests in journals of earlier releases include them.
 _GONE: dict[str, dict[str, float]] = {
     "agent": {"act_attempts": 3},
+    "reward": {"min_errors": 16},
     "sampling": {
         "top_p": 1.0, "top_k": -1, "min_p": 0.0,
         "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
@@ -312,7 +313,7 @@ def identity(config: Config) -> dict[str, str]:
     chosen |= {name: content[name] | values for name, values in _GONE.items()}
     chosen |= {"model.path": content["model"]["path"], "run.seed": content["run"]["seed"]}
     if config.teachers:
-        chosen["teachers"] = content["teachers"]
+        chosen["teachers"] = [each | {"placement": "cpu_offload"} for each in content["teachers"]]  # removed too
     if config.trainer.router_replay == "r3":  # groups of other runs have no experts
         chosen["trainer.router_replay"] = "r3"
     chosen["format of the journal"] = FORMAT

@@ -309,6 +309,7 @@ class WeightSender:
             self.plan = bucket_plan(self.plan.specs, self.settings.bucket_bytes, layer_span, left_out)
         settings = self.settings
         device = torch.device(BACKENDS[settings.backend].device)
+        self._packer, self._gathers = None, ()  # the plan has memory for one set of buffers
         packer = BucketPacker(self.plan, self._rank, device)
         self._order = schedule(self.plan)
         # The exporter needs the order of the gathers: in each second one a rank sends from the same memory.

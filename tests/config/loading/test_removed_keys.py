@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from megarl.common.errors import ConfigError
 from megarl.config.loading.load import apply_overrides, config_from_tree, load_config, parse_yaml, section_of, walk_keys
-from megarl.config.loading.removed_keys import REMOVED, VERL, advice_on
+from megarl.config.loading.removed_keys import REMOVED, VERL, advice_on, without_removed
 from megarl.config.schema import Config
 from tests.support.checkout import ROOT
 from tests.support.trainer.configs import tree
@@ -160,3 +160,15 @@ def test_sections_that_are_none_hide_no_message() -> None:
     whole = parse_yaml("{admission: [1], algorithm: 7, trainer: {require_batches: 2}}")
     assert isinstance(whole, dict)
     assert "trainer.require_batches: no such key; write trainer.mini_batches: null" in problems_of(whole)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "warned"),
+    [("float32", "bf16", True), ("bfloat16", "bf16", False), ("auto", "fp32", False), ("float32", None, True)],
+)
+def test_a_stored_type_of_engines_that_is_dropped_is_reported(
+    caplog: pytest.LogCaptureFixture, dtype: str, precision: str | None, warned: bool
+) -> None:
+    stored = {"rollout": {"dtype": dtype}, "trainer": {"precision": precision} if precision else {}}
+    assert without_removed(stored)["rollout"] == {}
+    assert ("rollout.dtype" in caplog.text) == warned
