@@ -101,7 +101,7 @@ def test_an_object_that_names_a_tool_is_a_call_without_arguments() -> None:
         (LLAMA, "<|python_tag|>print(4)", "it is not JSON"),
         (HERMES, hermes(f'{ADD[:-1]}, "parameters": {{"expression": "3"}}}}'), 'both "arguments" and "parameters"'),
         (LLAMA, '{"name": "calculator", "parameters": ', "it is not JSON"),
-        (MISTRAL, "[TOOL_CALLS] 2+2", "it is not JSON"),
+        (MISTRAL, "[TOOL_CALLS] 2+2", "it is not a JSON object"),
     ],
 )
 def test_a_malformed_call_tells_the_model_what_is_wrong(kind: ToolFormat, text: str, message: str) -> None:

@@ -163,7 +163,7 @@ TOOLS_COLUMNS = [[ADD_TOOL], json.dumps([ADD_TOOL]), None, "hammer", [{"name": 4
 @pytest.mark.parametrize("missing", [math.nan, math.inf, None])
 def test_an_answer_that_is_missing_is_refused(tmp_path: Path, missing: float | None) -> None:
     rows = [{"problem": "1+1?", "answer": 2.0}, {"problem": "1+2?", "answer": missing}]
-    with pytest.raises(ValueError, match=r"row 2: field 'answer' is (no number|null)"):
+    with pytest.raises(ValueError, match=r"row 2: field 'answer' is (not a number|null)"):
         load(parquet(tmp_path / "p.parquet", *rows))
 
 

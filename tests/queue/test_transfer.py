@@ -98,9 +98,9 @@ def with_spans_of_five_values(row_B: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda row_B: row_B[:-1], r"114 bytes, but its head \[2, 3, 6, 0\] means 115"),
-        (lambda row_B: torch.cat([row_B, row_B[:1]]), r"116 bytes, but its head \[2, 3, 6, 0\] means 115"),
-        (with_spans_of_five_values, r"107 bytes, but its head \[2, 3, 5, 0\] means 107"),
+        (lambda row_B: row_B[:-1], r"114 bytes, but its head \[2, 3, 6, 0\] needs 115"),
+        (lambda row_B: torch.cat([row_B, row_B[:1]]), r"116 bytes, but its head \[2, 3, 6, 0\] needs 115"),
+        (with_spans_of_five_values, r"107 bytes, but its head \[2, 3, 5, 0\] needs 107"),
     ],
 )
 def test_a_row_of_another_form_is_refused(change: Callable[[torch.Tensor], torch.Tensor], problem: str) -> None:

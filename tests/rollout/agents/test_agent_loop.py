@@ -220,7 +220,7 @@ def test_a_state_of_another_loop_and_a_lost_turn_are_reported(config: Config) ->
     [
         (TimeoutError("its own"), "the tool 'add' failed: TimeoutError: its own"),
         (KeyError("x"), "the tool 'add' failed: KeyError"),
-        ("4", "the tool 'add' must return a ToolAnswer, not str"),
+        ("4", "the tool 'add' has to return a ToolAnswer, not str"),
     ],
 )
 def test_a_tool_that_fails_by_itself_is_reported(config: Config, answer: Any, message: str) -> None:
