@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.chaos.injector import Injector
 from benchmarks.chaos.kinds import KINDS, Fault, Happened, Kind, missing, schedule
 from benchmarks.chaos.rows import (
     POINTS,
@@ -21,6 +22,7 @@ __all__ = [
     "REPLICAS",
     "Fault",
     "Happened",
+    "Injector",
     "Kind",
     "SoakOutcome",
     "Tempo",
