@@ -6,9 +6,9 @@ go, contents are lost. Registered buffers are saved and restored, as level 2 doe
 packed copy of its weight gets a function that raises in its place, so an engine that is woken without a load cannot
 serve.
 
-oneDNN makes a matrix product's kernel anew for each number of tokens in a batch, and keeps it: about 0.3 MiB that
-outlive the weights. vLLM has it keep 32 for each shape of a weight (0.32, model_executor/layers/utils.py), and 1,024
-in all, so that an engine would hold more in each sleep for a long time. Here both keep few.
+oneDNN compiles a kernel of about 0.3 MiB for each weight shape and number of tokens in a batch, and keeps it after the
+weights are gone. vLLM keeps 32 per weight shape (0.32, model_executor/layers/utils.py) and oneDNN 1,024 in all, so an
+engine's memory asleep would grow for a long time. Both limits are small here.
 
 Tensors may have any shape.
 """

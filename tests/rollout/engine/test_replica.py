@@ -83,6 +83,9 @@ class FakeEngine:
         self.calls.append(("finish", version))
         self.version = version or self.version
 
+    async def reset_encoder_cache(self) -> None:
+        self.calls.append("reset encoder cache")
+
     async def update_weight_version(self, version: str) -> None:
         self.version = version
 
@@ -272,6 +275,21 @@ def test_a_replica_that_is_started_tells_when_it_has_its_place() -> None:
     assert order == ["ready", "placed", "start"]
 
 
+@pytest.mark.parametrize(
+    ("trained", "left_out", "resets"),
+    [("none", [], 1), ("none", ["visual.a"], 0), ("projector", ["visual.a"], 1), ("all", [], 1)],
+)
+async def test_image_embeddings_are_dropped_only_after_a_sync_of_the_tower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: str, left_out: list[str], resets: int
+) -> None:
+    replica = await started(tmp_path, monkeypatch, load_weights=True)
+    vision = replica.config.model.vision.model_copy(update={"train": trained})
+    model = replica.config.model.model_copy(update={"vision": vision})
+    replica._sees, replica.config = True, replica.config.model_copy(update={"model": model})
+    await sync(replica, "6", left_out=left_out)
+    assert replica._engine.calls.count("reset encoder cache") == resets  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 async def test_a_kept_cache_is_for_the_requests_in_flight_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: bool
@@ -285,10 +303,10 @@ async def test_a_kept_cache_is_for_the_requests_in_flight_only(
     assert (before == after) is recompute
 
 
-async def sync(replica: EngineReplica, version: str) -> None:
+async def sync(replica: EngineReplica, version: str, **update: Any) -> None:
     await replica.pause()
     await replica.start_weight_update()
-    await replica.update_weights({})
+    await replica.update_weights(update)
     await replica.finish_weight_update(version)
     await replica.resume()
 
