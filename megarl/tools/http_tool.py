@@ -113,9 +113,12 @@ class HttpTool:
             return _Failed("it is busy (status 429)", sent=False, pause_s=_seconds(response.headers.get("Retry-After")))
         if response.status_code >= 500:
             return _Failed(f"status {response.status_code}", sent=True)
-        return self._read(response.status_code, body.decode("utf-8", "replace"))
+        if self._images:  # up to 33 MB of base64: other samples' calls go on meanwhile
+            return await asyncio.to_thread(self._read, response.status_code, body)
+        return self._read(response.status_code, body)
 
-    def _read(self, status: int, text: str) -> ToolAnswer:
+    def _read(self, status: int, body: bytearray) -> ToolAnswer:
+        text = body.decode("utf-8", "replace")
         if not 200 <= status < 300:
             return self._error(f"status {status}: {text[:500]}")
         try:

@@ -28,7 +28,7 @@ from megarl.common.imports import imported
 from megarl.common.process.child_program import PROBLEM_CHARACTERS, ChildProgram, json_bytes, prepare
 from megarl.common.process.frames import framed, read_frame
 from megarl.common.trust.secret_references import resolved
-from megarl.tools.tool import MAX_IMAGE_BYTES, Tool, ToolAnswer, answer_of, bounded
+from megarl.tools.tool import Tool, ToolAnswer, answer_of, bounded
 
 MAX_MESSAGE = 1 << 26  # bytes
 MAX_CHARACTERS = 1_000_000  # of an answer; a character has up to 12 bytes in JSON
@@ -179,9 +179,7 @@ def answer(tool: DescribedFunction, arguments: Mapping[str, Any], limit: int) ->
 
 
 def sent(given: ToolAnswer, limit: int) -> dict[str, Any]:
-    """Return an answer for sending, with `limit` characters at most. Raises ValueError for too large images."""
-    if sum(map(len, given.images)) > MAX_IMAGE_BYTES:
-        raise ValueError(f"the images of the answer have more than {MAX_IMAGE_BYTES:,} bytes")
+    """Return an answer for sending, with `limit` characters at most."""
     images = [base64.b64encode(each).decode() for each in given.images]
     return {"text": bounded(given.text, limit), "error": bool(given.error), "images": images}
 

@@ -33,12 +33,17 @@ def bounded(text: str, limit: int = MAX_CHARACTERS) -> str:
 class ToolAnswer:
     """The outcome of a tool call. `error`: the call failed, and `text` tells the model why.
 
-    `images`: image files. Each has a mark `<image>` in the text; otherwise they come before the text.
+    `images`: image files. Each has a mark `<image>` in the text; otherwise they come before the text. Raises ValueError
+    if they have more than `MAX_IMAGE_BYTES`.
     """
 
     text: str
     error: bool = False
     images: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        if sum(map(len, self.images)) > MAX_IMAGE_BYTES:
+            raise ValueError(f"the images of the answer have more than {MAX_IMAGE_BYTES:,} bytes")
 
 
 def answer_of(value: object) -> ToolAnswer:

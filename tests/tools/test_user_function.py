@@ -171,6 +171,7 @@ def test_a_function_answers_with_chat_parts(how: str) -> None:
         [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
         [{"type": "image_url", "image_url": "data:image/png;base64,AAAA"}],
         [{"type": "image", "image": bytes(MAX_IMAGE_BYTES + 1)}],
+        [{"type": "image", "image": bytes(MAX_IMAGE_BYTES // 2 + 1)}] * 2,
         [{"type": "video"}, {"type": "image", "image": b""}],
     ],
 )
