@@ -44,6 +44,7 @@ JOURNAL_FILE = "rollout.journal"
 FORMAT = 2  # of the records; other formats are not read
 PENDING_BYTES = 8 << 20  # written at once if this much waits
 GROUPS_AT_ONCE = 16  # checked for new tokens before other tasks run
+ROUTED_GROWTH = 1.25  # experts take hundreds of bytes per token: a group is written again after this growth
 SLACK_BYTES = 64 << 20  # growth of the file before it is searched for removable records
 # Removed keys with their fixed values: the digests in journals of earlier releases include them.
 _GONE: dict[str, dict[str, float]] = {
@@ -70,6 +71,7 @@ class RolloutJournal:
         self._pace, self._identity = pace_of(config), identity(config)
         self._timeout_s = config.timeouts.rpc_s
         self._continues = config.rollout.partial_rollout  # else each response is of one version
+        self._growth = ROUTED_GROWTH if config.trainer.router_replay == "r3" else 1.0
         self._file = JournalFile(run_dir / JOURNAL_FILE)
         self._lineage: Lineage = ()
         self._resumed: tuple[Lineage, History] = INITIAL, History(-1, 0, frozenset())
@@ -176,20 +178,20 @@ class RolloutJournal:
         """Take the progress of groups that are about to be cancelled; it is written soon."""
         if self.every_s and self._retention is not None:
             # In front: a group that ends during its cancellation already has its last record among the pending ones.
-            self._pending[:0] = [_encoded(*each) for each in self._grown(progress.items())]
+            self._pending[:0] = [_encoded(*each) for each in self._grown(progress.items(), 1.0)]
             self._pending_bytes = sum(map(len, self._pending))
 
-    def _grown(self, groups: Iterable[tuple[int, GroupProgress]]) -> list[Unfinished]:
-        """Return the progress of groups that have grown since they were last written."""
+    def _grown(self, groups: Iterable[tuple[int, GroupProgress]], growth: float) -> list[Unfinished]:
+        """Return the progress of groups that have grown by more than the factor `growth` since they were written."""
         begun = [(group, each, each.begun()) for group, each in groups] if self._continues else []
-        return [one for one in begun if one[2].size > one[1].written]
+        return [one for one in begun if one[2].size > growth * one[1].written]
 
     async def _take_grown(self, progress: Mapping[int, GroupProgress]) -> list[bytes]:
         """Return the records of `_grown`; let other tasks run, because thousands of loops take long."""
         grown: list[Unfinished] = []
         groups = list(progress.items())
         for start in range(0, len(groups), GROUPS_AT_ONCE):
-            grown += self._grown(groups[start : start + GROUPS_AT_ONCE])
+            grown += self._grown(groups[start : start + GROUPS_AT_ONCE], self._growth)
             await asyncio.sleep(0)
         for _, each, begun in grown:
             each.written = begun.size

@@ -20,7 +20,8 @@ from megarl.queue.trajectory import MISSING_LOGPROB, Trajectory, VersionSpan
 from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.agents.loop_host import SingleTurn
 from megarl.rollout.engine.continuation import RequestContext
-from megarl.rollout.engine.messages import continuation_seed
+from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec, continuation_seed
+from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.resume.group_progress import CallRecord, FrozenLoop, GroupProgress, UnfinishedGroup
 from megarl.rollout.resume.journal import GROUPS_AT_ONCE, JOURNAL_FILE, identity
 from megarl.rollout.resume.journal_file import JournalFile
@@ -474,3 +475,19 @@ async def test_other_tasks_run_while_the_journal_looks_at_thousands_of_loops(
     assert turns >= 5
     assert [read_head(record)["group"] for record in records] == list(progress)
     assert await journal._take_grown(progress) == [], "nothing has grown since"
+
+
+@pytest.mark.parametrize(("replay", "written_again"), [("none", [101, 102]), ("r3", [126, 158])])
+async def test_running_responses_with_experts_are_written_again_after_some_growth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replay: str, written_again: list[int]
+) -> None:
+    """Their experts take hundreds of bytes per token: written at each interval, they would fill the disk's time."""
+    journal = controller(tmp_path, monkeypatch, trainer={"router_replay": replay}).controller._journal
+    progress = GroupProgress(PROMPT)
+    progress.begin(GenerateRequest("r", [1], SamplingSpec(500, 1.0, ())), (0, 0))
+    sizes: list[int] = []
+    for size in range(100, 160):
+        progress.tokens["r"] = ResponsePart(response_ids=[7] * size, logprobs=[-1.0] * size)
+        if await journal._take_grown({0: progress}):
+            sizes.append(size)
+    assert sizes[0] == 100 and sizes[1:3] == written_again
