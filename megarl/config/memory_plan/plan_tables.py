@@ -137,8 +137,13 @@ def _host_memory(plan: RunPlan) -> str:
         term.bytes for term in plan.trainer.terms if term.name == "reference weights" and term.when != "always"
     )
     node = of_rank * plan.pools.trainer.gpus_per_node
+    routes = ""
+    if plan.config.trainer.router_replay == "r3":
+        row = plan.max_sequence_tokens * sum(plan.info.moe_layers) * plan.info.topk
+        most = row * (1 if (plan.info.num_experts or 0) <= 256 else 2) * plan.samples_per_step // plan.layout.data
+        routes = f"; the experts of a step, up to {gib(most)} per rank"
     # torch's allocator of pinned memory rounds each block up to a power of two.
-    return f"up to {gib(of_rank)} pinned per rank, {gib(node)} per trainer node, once more for rounding"
+    return f"up to {gib(of_rank)} pinned per rank, {gib(node)} per trainer node, once more for rounding{routes}"
 
 
 def _shared(shared: SharedMemory, ranks: int) -> str:

@@ -106,6 +106,9 @@ def test_the_plan_of_the_96_to_32_recipe(published: Any) -> None:
     reported = printed(found)
     (pinned,) = re.findall(r"host memory +up to ([\d.]+) GiB pinned per rank, ([\d.]+) GiB per trainer node", reported)
     assert 10 < float(pinned[0]) < 16 and float(pinned[1]) == pytest.approx(8 * float(pinned[0]), abs=0.1)
+    assert "experts of a step" not in reported
+    replayed = " ".join(printed(big(published, QWEN3_30B_A3B, trainer__router_replay="r3")).split())
+    assert "the experts of a step, up to 0.47 GiB per rank" in replayed  # 2048 / 16 rows of 10,240 tokens of 48 x 8
 
 
 def test_the_plan_tells_how_engines_take_weights_and_by_what_experts_are_computed(models: dict[str, Path]) -> None:
