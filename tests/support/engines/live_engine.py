@@ -22,6 +22,10 @@ class Response:
 class LiveReplica(live_engine.LiveReplica):
     """One that also answers prompts."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._begun: dict[str, asyncio.Event] = {}
+
     async def _abandon_weight_update(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -42,6 +46,14 @@ class LiveReplica(live_engine.LiveReplica):
         call = self._generate(prompt, request_id, max_tokens, seed)
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
+    def wait_begun(self, *request_ids: str) -> None:
+        """Wait until each request has a token."""
+        for each in request_ids:
+            self.run(self._has_token(each), 120)
+
+    async def _has_token(self, request_id: str) -> None:
+        await self._begun[request_id].wait()
+
     async def _generate(self, prompt: list[int], request_id: str, max_tokens: int, seed: int | None) -> Response:
         from vllm import SamplingParams
 
@@ -53,9 +65,10 @@ class LiveReplica(live_engine.LiveReplica):
             detokenize=False,
             ignore_eos=True,
         )
-        final = None
+        final, self._begun[request_id] = None, asyncio.Event()
         async for output in self._engine.generate({"prompt_token_ids": prompt}, parameters, request_id):
             final = output
+            self._begun[request_id].set()
         assert final is not None
         (result,) = final.outputs
         ids = list(result.token_ids)

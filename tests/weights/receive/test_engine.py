@@ -128,7 +128,7 @@ def test_requests_in_flight_go_on_under_the_new_version(
     monkeypatch.setattr(engine.sender._engines, "_recompute_kv", recompute)
     length = 400
     futures = [engine.replica.generate(p, f"flight-{i}-{recompute}", max_tokens=length) for i, p in enumerate(PROMPTS)]
-    time.sleep(0.4)
+    engine.replica.wait_begun(*(f"flight-{i}-{recompute}" for i in range(len(PROMPTS))))
     engine.publish(2)
     for prompt, future in zip(PROMPTS, futures, strict=True):
         response: Response = future.result(120)
@@ -151,7 +151,7 @@ def test_states_that_are_kept_stay_those_of_the_old_weights(engine: Setup, monke
     engine.publish(1)
     monkeypatch.setattr(engine.sender._engines, "_recompute_kv", False)
     future = engine.replica.generate(PROMPTS[0], "kept states", max_tokens=400)
-    time.sleep(0.4)
+    engine.replica.wait_begun("kept states")
     engine.publish(2)
     response: Response = future.result(120)
     assert [span[0] for span in response.versions] == ["1", "2"], "the sync must fall into the generation"
@@ -250,7 +250,7 @@ class Interrupted:
         ask = self.engine.replica.ask_workers
         if method == "pause" and self.in_flight is None:  # so late that it cannot have ended before
             self.in_flight = self.engine.replica.generate(PROMPTS[0], "in-flight", max_tokens=400)
-            time.sleep(0.4)
+            self.engine.replica.wait_begun("in-flight")
         if method == "abandon_weight_update":
             self.progress = ask("interrupted")
         result = self._call(method, *args, timeout_s=timeout_s)

@@ -63,7 +63,7 @@ def test_an_engine_that_slept_is_the_model_that_was_published_since(engine: Slee
 def test_requests_in_flight_wait_for_the_next_weights_and_go_on(engine: Sleeping) -> None:
     engine.publish(1)
     flight = engine.replica.generate(PROMPTS[0], "flight", max_tokens=LONG)
-    time.sleep(0.4)
+    engine.replica.wait_begun("flight")
     put_to_sleep([engine.replica], 60.0)
     late = engine.replica.generate(PROMPTS[1], "late")
     time.sleep(0.5)
