@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import AutoTokenizer
 
 from examples.tutorials.two_data_sets import make_data
 from megarl.queue.dump import read_batch
 from megarl.telemetry.trace.files import read_events
 from tests.support.attacks.open_sockets import check_on_loopback
 from tests.support.checkout import ROOT
-from tests.support.models.chat_templates import CHATML_TOOLS
 from tests.support.pool.leftovers import assert_nothing_left
-from tests.support.runs.run import Run, tiny_config
+from tests.support.runs.run import Run, second_thoughts
 from tests.support.runs.whole_runs import (
     actors,
     check_every_group_once,
@@ -79,23 +77,6 @@ def of_tutorials(config: dict[str, Any], directory: Path, monkeypatch: pytest.Mo
     config["tools"] += agent["tools"]
 
 
-def second_thoughts(directory: Path, steps: int) -> tuple[dict[str, Any], Any]:
-    """The config of a run of two turns with a tool between them, and its tokenizer."""
-    config = tiny_config(directory, steps=steps)
-    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
-    tokenizer.chat_template = CHATML_TOOLS.replace("{{ tools | tojson }}", "{{ tools[0]['function']['name'] }}")
-    tokenizer.save_pretrained(directory / "model")
-    config["agent"] = {
-        "loop": "examples.rl.agents.second_thoughts:SecondThoughts",
-        "kwargs": {"tool": "digits", "first_tokens": 8},
-        "tool_format": "hermes",
-    }
-    config["tools"] = [{"kind": "examples.rl.agents.digits:Digits"}]
-    config["sampling"]["max_tokens"] = 128
-    config["trainer"]["micro_batch_tokens"] = 1024
-    return config, tokenizer
-
-
 def check_metrics(run: Run) -> None:
     """Engine and trainer agree on the sampled tokens, which alone are trained on."""
     for record in run.metrics:
@@ -122,7 +103,7 @@ def test_a_worker_is_killed_at_a_random_moment_and_every_group_counts_once(tmp_p
     print(f"seed of the kill: {seed}")
     rng = random.Random(seed)
     steps = 5
-    config, tokenizer = second_thoughts(tmp_path, steps)
+    config, tokenizer = second_thoughts(tmp_path, steps=steps)
     config["rollout"]["agent_workers"] = 2
     config["evaluation"], config["telemetry"] = {}, {"dump_batches": True}
     run_dir, process = tmp_path / "run", start_run(config)

@@ -13,7 +13,7 @@ from megarl.queue.routes import Routes
 from megarl.rollout.resume.journal import JOURNAL_FILE
 from megarl.rollout.resume.journal_file import JournalFile
 from megarl.rollout.resume.journal_records import decode_unfinished, read_head
-from tests.support.runs.run import ON_POLICY_MAX, ON_POLICY_MEAN, Run, tiny_config, train
+from tests.support.runs.run import ON_POLICY_MAX, ON_POLICY_MEAN, Run, second_thoughts, tiny_config, train
 from tests.support.runs.whole_runs import JOURNAL_S, actors, killed_after, start_run, wait_for
 from tests.support.trainer.configs import with_changes
 
@@ -70,6 +70,15 @@ def test_so_it_does_next_to_delta_net(tmp_path: Path) -> None:
     """Its engines have no prefix cache on a CPU."""
     sizes = {"num_hidden_layers": 4, "moe_intermediate_size": 64}
     assert_exact(run(run_config(tmp_path, sizes, "qwen3_5_moe", **R3, trainer__parallel={"expert": 2})))
+
+
+@pytest.mark.slow
+def test_so_it_does_in_a_dialogue(tmp_path: Path) -> None:
+    """The second turn's request asks only for the experts that the first has not returned."""
+    tree, _ = second_thoughts(tmp_path, family="qwen3_moe", **MIXTURE)
+    done = run(with_changes(tree, {**R3, "trainer__parallel": {"expert": 2}}))
+    assert_exact(done)
+    assert all(record["agent/turns_mean"] == 2 for record in done.metrics)
 
 
 @pytest.mark.slow

@@ -35,7 +35,9 @@ class SecondThoughts:
         room = ctx.prompt.sampling.max_tokens - len(first.response_ids) - len(state.token_ids)
         if room < 1:
             return await finish(ctx, [first], [], finish_reason="length")
-        second = await ctx.generate([*prompt, *first.response_ids, *state.token_ids], max_tokens=room)
+        begun = [*prompt, *first.response_ids]
+        # The first turn has read all of it but the last token (`trainer.router_replay: r3`).
+        second = await ctx.generate([*begun, *state.token_ids], max_tokens=room, known=len(begun) - 1)
         ctx.note_end(turns=2)
         turns = [
             Turn("assistant", dialogue.text(first.response_ids), len(first.response_ids)),

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import AutoTokenizer
 
 from tests.support.checkout import ROOT, torchrun
+from tests.support.models.chat_templates import CHATML_TOOLS
 from tests.support.models.tiny import make_tiny_model
 from tests.support.pool.leftovers import marked
 
@@ -70,6 +72,23 @@ def tiny_config(directory: Path, *, family: str = "qwen3", steps: int = 2, **mod
         "checkpoint": {"every": 0},
         "timeouts": {"rpc_s": 60, "generate_s": 180, "weight_sync_s": 120, "save_s": 120, "engine_start_s": 900},
     }
+
+
+def second_thoughts(directory: Path, *, steps: int = 2, **model: Any) -> tuple[dict[str, Any], Any]:
+    """The config of a run of two turns with a tool between them, and its tokenizer."""
+    config = tiny_config(directory, steps=steps, **model)
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    tokenizer.chat_template = CHATML_TOOLS.replace("{{ tools | tojson }}", "{{ tools[0]['function']['name'] }}")
+    tokenizer.save_pretrained(directory / "model")
+    config["agent"] = {
+        "loop": "examples.rl.agents.second_thoughts:SecondThoughts",
+        "kwargs": {"tool": "digits", "first_tokens": 8},
+        "tool_format": "hermes",
+    }
+    config["tools"] = [{"kind": "examples.rl.agents.digits:Digits"}]
+    config["sampling"]["max_tokens"] = 128
+    config["trainer"]["micro_batch_tokens"] = 1024
+    return config, tokenizer
 
 
 def train(config: dict[str, Any], *overrides: str, ranks: int = 2, timeout: float = 900.0) -> Run:
