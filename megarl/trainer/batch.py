@@ -120,7 +120,7 @@ class MicroBatch:
     """
 
     input_ids_1T: Tensor  # int64
-    position_ids: Tensor  # int64, from 0 in each sequence: [1, T]; of a vision-language model [3, 1, T]
+    position_ids: Tensor  # int64, from 0 in each sequence: [1, T]; of a vision-language model [3, 1, P]
     cu_seqlens: Tensor  # int32 [S + 1] over P
     max_seqlen: int  # over P; were it the length of P, Megatron's RoPE would let positions run on across sequences
     rows_O: Tensor  # int64: the row of T that predicts each response token of `own_O`
@@ -245,9 +245,9 @@ def pack(
     """
     names = common_streams(samples) if streams is None else streams
     chosen = [samples[index] for index in indices]
+    images = [sample.images for sample in chosen]
     rank, size = context
-    lengths = [sample.length for sample in chosen]
-    all_lengths = [padded(length, size) for length in lengths]
+    all_lengths = [padded(sample.length, size) for sample in chosen]
     multiple = lcm(align * size, chunk_count(size))
     if dummy := -sum(all_lengths) % multiple if chosen else multiple:
         all_lengths.append(dummy)
@@ -273,7 +273,7 @@ def pack(
         input_ids_1T=ids_P[rows_T][None],
         position_ids=torch.cat([torch.arange(length) for length in all_lengths])[rows_T][None]
         if packer is None
-        else packer.positions([(length, sample.images) for length, sample in zip(lengths, chosen, strict=True)], dummy),
+        else packer.positions([*zip(all_lengths, images, strict=False)], dummy),
         cu_seqlens=starts,
         max_seqlen=max(all_lengths),
         rows_O=rows_R[own_O],
@@ -287,7 +287,7 @@ def pack(
         tokens=int((~padding_T).sum()),
         padding_1T=padding_T[None] if bool(padding_P.any()) else None,
         temperature_R=_temperatures(chosen),
-        images=packer.pack([sample.images for sample in chosen], starts.tolist()) if packer is not None else None,
+        images=packer.pack(images, starts.tolist(), places_P) if packer is not None else None,
         routes_TLK=_routes(chosen, starts.tolist(), rows_T),
     )
 

@@ -1,6 +1,7 @@
 """The images of a packed micro-batch: where their features go, and the pixels of each distinct image.
 
-Shapes: T packed tokens, I image tokens among them, P patches, C values per patch.
+Shapes: T packed tokens of this rank, W of all context-parallel ranks, I image tokens among T, P patches, C values per
+patch.
 """
 
 from __future__ import annotations
@@ -27,25 +28,31 @@ class ImagePacker:
         self.files: Mapping[str, bytes] = {}  # of the images that can be read, by hash
 
     def positions(self, sequences: Sequence[tuple[int, Sequence[ImageRef]]], dummy: int) -> Tensor:
-        """Return positions [3, 1, T] of sequences (length and images each), then of `dummy` tokens of padding."""
+        """Return positions [3, 1, W] of sequences (length and images each), then of `dummy` tokens of padding."""
         parts = [positions(length, images) for length, images in [*sequences, (dummy, ())]]
         return torch.cat([torch.from_numpy(part) for part in parts], 1)[:, None]
 
-    def pack(self, images: Sequence[Sequence[ImageRef]], starts: Sequence[int]) -> ImageBatch | None:
-        """Return the images of sequences that start at `starts` in T; None if there are none."""
+    def pack(self, images: Sequence[Sequence[ImageRef]], starts: Sequence[int], places_W: Tensor) -> ImageBatch | None:
+        """Return the images that this rank has tokens of; None if there are none.
+
+        `starts`: of their sequences in W; `places_W`: the row of T of each token, -1 on other ranks.
+        """
         distinct: dict[str, ImageRef] = {}
         first: dict[str, int] = {}  # the row of an image's first feature
         rows, features, count = [], [], 0
         for start, refs in zip(starts, images, strict=False):
             for ref in refs:
+                places = places_W[start + ref.offset : start + ref.end]
+                if not (own := places >= 0).any():
+                    continue
                 if ref.hash not in distinct:
                     distinct[ref.hash], first[ref.hash] = ref, count
                     count += ref.tokens
                 same = distinct[ref.hash]
                 if (same.height, same.width) != (ref.height, ref.width):
                     raise ValueError(f"{ref} and {same} are one image with two sizes")
-                rows.append(torch.arange(start + ref.offset, start + ref.end))
-                features.append(torch.arange(ref.tokens) + first[ref.hash])
+                rows.append(places[own])
+                features.append(torch.arange(ref.tokens)[own] + first[ref.hash])
         if not distinct:
             return None
         shown = list(distinct.values())

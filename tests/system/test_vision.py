@@ -60,6 +60,7 @@ def seeing(directory: Path, family: str = "qwen2_5_vl", **changes: Any) -> dict[
         pytest.param({"model__vision__train": "none", "run__steps": 2}, id="frozen"),
         pytest.param({"family": "qwen3_vl_moe", "run__steps": 1}, id="qwen3-moe"),
         pytest.param({"trainer__parallel": {"pipeline": 2}, "run__steps": 2}, id="pp2"),
+        pytest.param({"family": "qwen3_vl", "trainer__parallel": {"context": 2}, "run__steps": 2}, id="cp2"),
     ],
 )  # fmt: skip
 def test_engine_and_trainer_see_the_same(tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -40,7 +40,9 @@ def test_memory_is_flat_over_200_steps(tmp_path: Path, monkeypatch: pytest.Monke
         refs = [ImageRef(processor.hash(each), 1, *processor.size(each)) for each in contents]
         packer.files = {ref.hash: each for ref, each in zip(refs, contents, strict=True)}
         length = 1 + refs[0].tokens
-        batch = packer.pack([[each] for each in refs], [length * number for number in range(OF_STEP)])
+        batch = packer.pack(
+            [[each] for each in refs], [length * number for number in range(OF_STEP)], torch.arange(OF_STEP * length)
+        )
         assert batch is not None
         pixels = batch.read(range(len(batch.keys)))
         since += pixels.nbytes if step > WARM else 0

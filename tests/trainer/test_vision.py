@@ -40,6 +40,7 @@ FAST: list[Case] = [
     (1, "qwen3_vl", {}, ALL),
     (2, "qwen3_vl", SP2, ALL),
     (2, "qwen3_vl_moe", {"expert": 2}, ALL),
+    (2, "qwen3_vl", {"context": 2}, ALL),
 ]
 FULL: list[Case] = [
     (2, "qwen2_5_vl", {"tensor": 2}, ALL),
@@ -58,6 +59,12 @@ FULL: list[Case] = [
     (2, "qwen3_vl_moe", SP2, ALL),
     (2, "qwen3_vl_moe", {"pipeline": 2}, ALL),
     (4, "qwen3_vl_moe", {"expert": 2, **SP2, "expert_tensor": 1}, ALL),
+    (2, "qwen2_5_vl", {"context": 2}, ALL),
+    (4, "qwen3_vl", {"context": 2, **SP2}, ALL),
+    (4, "qwen2_5_vl", {"context": 2, "pipeline": 2}, ALL),
+    (2, "qwen3_vl", {"context": 2}, ALL | {"trainer__recompute": "full"}),
+    (2, "qwen3_vl_moe", {"context": 2, "expert": 2}, ALL),
+    (4, "qwen2_5_vl", {"context": 4}, ALL),
 ]
 
 
@@ -170,6 +177,11 @@ def test_equals_transformers_everywhere(case: Case, ran: Any, model_dir: Any, sa
 def test_a_mistake_shows_in_the_logprobs(family: str, mistake: str, ran: Any, model_dir: Any, samples_of: Any) -> None:
     got = ran(1, family, {}, mistake=mistake, steps=0)
     assert gap(got, model_dir(family), samples_of(family)) > 0.01
+
+
+def test_features_of_other_chunks_show_in_the_logprobs(ran: Any, model_dir: Any, samples_of: Any) -> None:
+    got = ran(2, "qwen2_5_vl", {"context": 2}, mistake="features of other chunks", steps=0)
+    assert gap(got, model_dir("qwen2_5_vl"), samples_of("qwen2_5_vl")) > 0.01
 
 
 def test_the_image_of_another_prompt_shows_in_the_logprobs(ran: Any, model_dir: Any, samples_of: Any) -> None:

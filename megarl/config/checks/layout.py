@@ -92,8 +92,6 @@ def model_problems(
             "trainer.parallel.context: the states of Gated DeltaNet layers need whole sequences; use tensor or "
             "pipeline parallelism"
         )
-    if info.vision and parallel.context > 1:
-        yield "trainer.parallel.context: images need whole sequences; use tensor or pipeline parallelism"
     if info.vision and megatron.transformer.get("apply_rope_fusion"):
         yield (
             "megatron.transformer.apply_rope_fusion: Transformer Engine's kernel would give every packed sequence the "

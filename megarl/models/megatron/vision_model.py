@@ -7,8 +7,9 @@ gathers, so each tensor rank has the tower's full gradient and none is summed ov
 The outputs of a frozen tower, or of the frozen part before a trained projector, are cached until the end of the step,
 for the other samples of an image and for the other passes.
 
-Shapes: T packed tokens, I image tokens among them, N distinct images, P patches, C values per patch, M image features
-(P / merge²), H hidden size of the language model, F frequencies of its RoPE, one per two channels.
+Shapes: T packed tokens of this rank, W of all context-parallel ranks, I image tokens among T, N distinct images,
+P patches, C values per patch, M image features (P / merge²), H hidden size of the language model, F frequencies of its
+RoPE, one per two channels.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ class MultimodalRope(torch.nn.Module):
         self.inv_freq, self._axes_F = frequencies_F, axes_F.to(frequencies_F.device)
 
     def forward(self, position_ids: Tensor, mrope_section: Sequence[int], cp_group: object = None) -> Tensor:
-        """Return the angles [T, 1, 1, 2F] of positions [3, 1, T]."""
-        angles_TF = position_ids[:, 0].float()[self._axes_F].T * self.inv_freq
-        return torch.cat([angles_TF, angles_TF], -1)[:, None, None]
+        """Return the angles [W, 1, 1, 2F] of positions [3, 1, W]. Megatron takes this rank's from them."""
+        angles_WF = position_ids[:, 0].float()[self._axes_F].T * self.inv_freq
+        return torch.cat([angles_WF, angles_WF], -1)[:, None, None]
 
 
 @dataclass
@@ -144,7 +145,7 @@ class VisionGPTModel(GPTModel):
         padding_mask: Tensor | None = None,
         **options: object,
     ) -> Tensor:
-        """Return what GPTModel returns. `position_ids`: int64 [3, 1, T]; `images` matter on the first stage only."""
+        """Return what GPTModel returns. `position_ids`: int64 [3, 1, W]; `images` matter on the first stage only."""
         hidden_T1H = None
         if self.pre_process:
             hidden_T1H = self.embedding(input_ids=input_ids, position_ids=None)

@@ -51,7 +51,6 @@ LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
         {"trainer__gpus": 2, "trainer__parallel": {"tensor": 2, "context": 2}},
         "trainer.gpus: 2 is not a multiple of parallel.tensor x parallel.context x parallel.pipeline = 2 x 2 x 1 = 4",
     ),
-    ("qwen3_vl", {"trainer__gpus": 2, "trainer__parallel": {"context": 2}}, "images need whole sequences"),
     ("qwen3_moe", {"trainer__gpus": 2, "trainer__parallel": {"expert": 4}}, "trainer.parallel.expert: 2 GPUs are not"),
     (
         "qwen3",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from megarl.config.memory_plan.parameters import TrainerRank
 from megarl.models.megatron import vision_model
 from megarl.models.megatron.vision_model import MultimodalRope, VisionGPTModel
 from megarl.trainer.batch import TrainSample
+from megarl.trainer.packed_images import ImagePacker
 from megarl.trainer.policy import Policy
 from tests.support.checkout import PROMPTS
 from tests.support.losses.vision_problem import vision_config
@@ -214,6 +216,17 @@ def _kept_behind_the_projector(policy: Policy) -> AbstractContextManager[Any]:
     return mock.patch.object(VisionGPTModel, "_cached_features", kept)
 
 
+def _of_other_chunks(policy: Policy) -> AbstractContextManager[Any]:
+    """The features of each image from its first one on, although another context-parallel rank has that token."""
+    pack = ImagePacker.pack
+
+    def wrong(*arguments: Any) -> vision_model.ImageBatch | None:
+        batch = pack(*arguments)
+        return batch and replace(batch, features_I=torch.arange(len(batch.features_I)) % (batch.features_I.max() + 1))
+
+    return mock.patch.object(ImagePacker, "pack", wrong)
+
+
 MISTAKES: dict[str, Callable[[Policy], AbstractContextManager[Any]]] = {
     "": lambda policy: nullcontext(),
     "flat positions": _flat_positions,
@@ -223,4 +236,5 @@ MISTAKES: dict[str, Callable[[Policy], AbstractContextManager[Any]]] = {
     "axes in blocks": _axes_in_blocks,
     "deepstack one layer late": _deepstack_one_layer_late,
     "kept behind the projector": _kept_behind_the_projector,
+    "features of other chunks": _of_other_chunks,
 }
