@@ -110,6 +110,7 @@ BOUNDED_ELSEWHERE = {
     "environments/env_client.py:EnvironmentServer._connected": "whoever holds the lock, START_S",
     "environments/env_client.py:EnvironmentServer._report_end": "nobody but `close`, which kills the process",
     "sandbox/runner.py:Sandbox.run": "the program, its time limit",
+    "tools/http_tool.py:HttpTool._send": "`HttpTool.call`, the time limit of the call",
     "tools/process_tool.py:ProcessTool.close": "`ProcessTool._end`, CLOSE_S and JOIN_S",
     "tools/process_worker.py:_awaited": "the process that has called, which kills this one at the tool's time limit",
     "tools/python_tool.py:PythonTool.close": "the programs, which were killed",
