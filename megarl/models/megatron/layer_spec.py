@@ -11,6 +11,7 @@ heads of this rank, D channels per head of queries and keys, C of values, E chan
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby, pairwise
 
@@ -270,12 +271,13 @@ def _engine_block(info: ModelInfo, config: TransformerConfig, vp_stage: int | No
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
     if info.delta:
+        # Transformer Engine's projections contain the norm before them; a DeltaNet layer's does not.
+        parts = {"input_layernorm": _norm_of(info), "self_attention": _delta_net(info)}
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-        for number, layer in enumerate(block.layer_specs, start=first):
-            if info.is_delta_layer(number):
-                # Transformer Engine's projections contain the norm before them; this layer's does not.
-                layer.submodules.input_layernorm = _norm_of(info)
-                layer.submodules.self_attention = _delta_net(info)
+        block.layer_specs = [  # not changed in place: all layers share one spec
+            replace(layer, submodules=replace(layer.submodules, **parts)) if info.is_delta_layer(number) else layer
+            for number, layer in enumerate(block.layer_specs, start=first)
+        ]
     if info.mla:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 

@@ -17,9 +17,11 @@ from megarl import platforms
 
 platforms.activate()
 
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.models.megatron import layer_spec as spec
+from megarl.models.megatron.delta_net import GatedDeltaNet
 from megarl.models.megatron.layer_spec import PackedAttention, RMSNorm, _runs
 
 
@@ -173,6 +175,24 @@ def test_packed_sequences_get_a_kernel_where_transformer_engine_has_none(
         spec._engine_block(SimpleNamespace(mla=None, delta=None), _config(params_dtype=dtype, **changes), None)  # type: ignore[arg-type]
     chosen = {layer.submodules.self_attention.submodules.core_attention for layer in layers}
     assert chosen == {PackedAttention if own else theirs}
+
+
+def test_layers_of_transformer_engine_become_delta_nets_although_all_have_one_spec() -> None:
+    shared = get_gpt_layer_local_spec()
+    attention, norm = shared.submodules.self_attention, shared.submodules.input_layernorm
+    block = SimpleNamespace(layer_specs=[shared] * 4)
+    info: Any = SimpleNamespace(
+        mla=None, delta="sizes", zero_centered_norms=True, is_delta_layer=lambda layer: layer % 4 != 3
+    )
+    with (
+        patch.object(spec, "get_gpt_decoder_block_spec", lambda *args, **kwargs: block),
+        patch.object(spec, "get_transformer_layer_offset", lambda *args, **kwargs: 2),
+        patch.object(spec, "_has_packed_kernel", lambda config: True),
+    ):
+        layers = spec._engine_block(info, _config(), None).layer_specs  # type: ignore[arg-type]
+    assert [layer.submodules.self_attention is attention for layer in layers] == [False, True, False, False]
+    assert [layer.submodules.input_layernorm is norm for layer in layers] == [False, True, False, False]
+    assert layers[0].submodules.self_attention.module is GatedDeltaNet
 
 
 @pytest.mark.parametrize("window", [None, 5])
