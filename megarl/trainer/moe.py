@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megarl import platforms
 from megarl.models.megatron.shards import unwrap
@@ -147,10 +148,7 @@ class RoutedExperts:
             return
         rows_TLK = torch.stack(recorded, 1).to(self.dtype)
         if self._scattered:
-            group = parallel_state.get_tensor_model_parallel_group()
-            parts = [torch.empty_like(rows_TLK) for _ in range(group.size())]
-            torch.distributed.all_gather(parts, rows_TLK, group=group)
-            rows_TLK = torch.cat(parts)
+            rows_TLK = torch.cat(gathered(rows_TLK, parallel_state.get_tensor_model_parallel_group()))
         self._recorded[chunk].append(rows_TLK)
 
     def end(self) -> list[Tensor]:
@@ -161,3 +159,11 @@ class RoutedExperts:
                 replay.clear_router_replay_action()
         kept, self._recorded = self._recorded, {chunk: [] for chunk in self._replays}
         return [torch.cat(parts, 1) for parts in zip(*kept.values(), strict=True)]
+
+
+def gathered(rows_TLK: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """Return the experts that each rank of `group` passes, in the order of the ranks. Collective."""
+    mine = rows_TLK.view(torch.uint8)  # neither NCCL nor gloo takes int16
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, mine, group=group)
+    return [part.view(rows_TLK.dtype) for part in parts]

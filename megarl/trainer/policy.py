@@ -53,7 +53,7 @@ from megarl.trainer.batch import (
     unzigzag,
 )
 from megarl.trainer.logprobs import response_logprobs, return_hidden_states
-from megarl.trainer.moe import AuxLosses, RoutedExperts
+from megarl.trainer.moe import AuxLosses, RoutedExperts, gathered
 from megarl.trainer.optimizer import (
     NonFiniteError,
     StepRefused,
@@ -247,10 +247,7 @@ class Policy:
         free = [batch for batch in micro_batches if batch.routes_TLK is None]
         group = parallel_state.get_context_parallel_group()
         for batch, routes_TLK in zip(free, self.routed.end(), strict=True):
-            parts = [routes_TLK]
-            if group.size() > 1:
-                parts = [torch.empty_like(routes_TLK) for _ in range(group.size())]
-                torch.distributed.all_gather(parts, routes_TLK, group=group)
+            parts = gathered(routes_TLK, group) if group.size() > 1 else [routes_TLK]
             routes_PLK = unzigzag(parts, batch.cu_seqlens).cpu()
             for index, start in zip(batch.samples, batch.cu_seqlens.tolist(), strict=False):
                 samples[index].routes_TLK = routes_PLK[start : start + samples[index].length].clone()

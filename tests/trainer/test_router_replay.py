@@ -175,17 +175,17 @@ def recorded(
 @pytest.mark.parametrize(
     "case",
     [
-        (2, "moe", SP2),
-        (2, "latent", PP2),
-        (2, "moe", CP2),
-        pytest.param((2, "moe", {"expert": 2}), marks=pytest.mark.slow),
+        (2, "moe", SP2, {}),
+        (2, "latent", PP2, {}),
+        (2, "moe", CP2, {"wide": True}),
+        pytest.param((2, "moe", {"expert": 2}, {}), marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_updates_replay_the_experts_of_the_old_logprob_pass(recorded: Callable[..., Any], case: Any) -> None:
     """In between the routers' weights have changed, so that they would choose others. References record nothing."""
-    ranks, model, layout = case
-    got, one = recorded(ranks, model, layout), recorded(1, model, {})
+    ranks, model, layout, options = case
+    got, one = recorded(ranks, model, layout, **options), recorded(1, model, {})
     assert got["experts"].keys() == one["experts"].keys()
     assert all(torch.equal(value, one["experts"][key]) for key, value in got["experts"].items())
     assert worst(got["gradients"], one["gradients"]) <= GRADIENT

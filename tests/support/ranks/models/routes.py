@@ -63,14 +63,17 @@ def replayed(
 
 
 def recorded(
-    model_dir: Path, layout: dict[str, Any], samples: list[TrainSample], replay: bool = True, **changes: Any
-) -> dict[str, Any]:
+    model_dir: Path, layout: dict[str, Any], samples: list[TrainSample], replay: bool = True, wide: bool = False,
+    **changes: Any,
+) -> dict[str, Any]:  # fmt: skip
     """The experts of an old-log-prob pass by (sample, layer), then gradients of weights that choose others.
 
-    `replay`: False takes the gradients with the experts that these weights choose.
+    `replay`: False takes the gradients with the experts that these weights choose. `wide`: expert numbers of two bytes,
+    as with more than 256 experts.
     """
     with policy_under(model_dir, layout, **R2, **changes) as policy:
         assert policy.routed is not None
+        policy.routed.dtype = torch.int16 if wide else policy.routed.dtype
         indices, mine = own_share([copy(sample) for sample in samples])
         policy.compute_logprobs(mine, reference=True)
         assert all(sample.routes_TLK is None for sample in mine) and not left_behind()
