@@ -13,12 +13,14 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
@@ -93,6 +95,7 @@ class StateMemory:
     def _park(self, parts: frozenset[Part]) -> int:
         if "gradients" in parts:
             self._optimizer.zero_grad()  # main weights may refer to their own gradients
+            _forget_passes()
             gc.collect()  # modules may hold the last pass's activations in reference cycles
         found = list(self._storages(parts))
         for _, storage in found:
@@ -182,6 +185,17 @@ def host_block(nbytes: int) -> Tensor:
 def _content(storage: UntypedStorage) -> Tensor:
     """Return the whole storage as bytes [B]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _forget_passes() -> None:
+    """Drop the tensors that libraries keep of past passes. Each may be a part of a large segment of torch's allocator,
+    which keeps the whole segment then.
+    """
+    for rope in (RotaryEmbedding, YarnRotaryEmbedding):  # angles, by the longest sequence of a micro-batch
+        rope.forward.cache_clear()
+    engine: Any = sys.modules.get("transformer_engine.pytorch.module.base")
+    if engine is not None:  # what stands for a weight's gradient that is already in DDP's buffer, of the weight's size
+        engine._dummy_wgrads.clear()
 
 
 def _synchronize() -> None:

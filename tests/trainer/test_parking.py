@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -67,6 +68,16 @@ def test_a_block_that_is_lost_is_seen(updated: OnRanks, part: str) -> None:
 def test_gradients_come_back_as_zeros_whatever_their_memory_held(on_ranks: OnRanks) -> None:
     (zero,) = on_ranks(1, "training.parking:dirty_gradients", layout={})
     assert zero and all(zero)
+
+
+def test_what_transformer_engine_returns_in_place_of_fused_gradients_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = {(6144, 4096, torch.bfloat16): torch.zeros(1)}
+    engine = SimpleNamespace(_dummy_wgrads=kept)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.module.base", cast(Any, engine))
+    StateMemory([], cast(Any, SimpleNamespace(zero_grad=lambda: None, optimizer=None))).hold(NOTHING)
+    assert not kept
 
 
 def test_a_save_of_a_parked_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
