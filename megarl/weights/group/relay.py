@@ -194,6 +194,8 @@ class TrainerEnd:
         while (work := self._works.get()) is not None:
             while not work.advance():
                 time.sleep(_POLL_S)
+        with _LOCK:
+            _UNUSED.extend(each for each in self._buffers if each is not None)
 
     def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> RelayWork:
         """Take part in a broadcast and relay it. The tensor is free when the work has ended."""
@@ -222,7 +224,7 @@ class TrainerEnd:
         buffer, files = self._buffers[index], list[int]()
         sent: dict[str, Any] = {"buffer": index, "nbytes": content_B.numel()}
         if buffer is None or buffer.content_B.numel() < content_B.numel():
-            buffer = self._buffers[index] = _Shared.new(content_B.numel(), tensor.device)
+            buffer = self._buffers[index] = _Shared.get(content_B.numel(), tensor.device)
             sent["handle"], files = buffer.export()
         buffer.content_B[: content_B.numel()].copy_(content_B)
         _synchronize(tensor.device)
@@ -252,9 +254,9 @@ class TrainerEnd:
         self._works.put(None)
         for channel in self._channels:
             channel.close()
-        self._channels, self._buffers = (), [None] * BUFFERS
+        self._channels = ()
         if torch.cuda.is_available():
-            torch.cuda.ipc_collect()  # exported memory lives until then
+            torch.cuda.ipc_collect()  # an exported buffer that was too small lives until then
 
 
 class WorkerEnd:
@@ -299,7 +301,12 @@ class _Shared:
     file: int | None
 
     @classmethod
-    def new(cls, nbytes: int, device: torch.device) -> _Shared:
+    def get(cls, nbytes: int, device: torch.device) -> _Shared:
+        """Return a buffer with at least `nbytes`, of an earlier group if there is one."""
+        with _LOCK:
+            for number, each in enumerate(_UNUSED):
+                if each.content_B.numel() >= nbytes and each.content_B.device == device:
+                    return _UNUSED.pop(number)
         if device.type == "cuda":
             return cls(torch.empty(nbytes, dtype=torch.uint8, device=device), None)
         file = os.memfd_create("megarl-relay")
@@ -332,6 +339,11 @@ class _Shared:
     def __del__(self) -> None:
         if self.file is not None:
             os.close(self.file)
+
+
+# Buffers of earlier groups. On a GPU torch never frees one whose worker was killed (torch/csrc/CudaIPCTypes.cpp).
+_UNUSED: list[_Shared] = []
+_LOCK = threading.Lock()
 
 
 def _synchronize(device: torch.device) -> None:

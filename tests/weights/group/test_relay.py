@@ -132,6 +132,25 @@ def test_a_message_of_another_size_is_refused() -> None:
         worker.broadcast([torch.zeros(4)], from_rank(0)).wait()
 
 
+def test_the_buffers_of_a_group_that_has_ended_are_used_again() -> None:
+    """A GPU's memory that a killed worker has mapped is never free again."""
+    used = set()
+    relay._UNUSED.clear()
+    for _ in range(3):
+        trainer, worker = joined(1, 1)
+        got = [torch.zeros(4, dtype=torch.int64) for _ in range(relay.BUFFERS)]
+        works = [trainer.broadcast([torch.full((4,), number)], from_rank(0)) for number in range(relay.BUFFERS)]
+        for work, tensor in zip(works, got, strict=True):
+            work.wait()
+            worker.broadcast([tensor], from_rank(0)).wait()
+        assert [int(tensor[0]) for tensor in got] == [0, 1]
+        used |= {each.content_B.data_ptr() for each in trainer._buffers}
+        trainer.shutdown()
+        while len(relay._UNUSED) < relay.BUFFERS:  # its thread ends
+            time.sleep(0.01)
+    assert len(used) == relay.BUFFERS
+
+
 def test_nobody_waits_longer_than_the_connection_may_take() -> None:
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match="member 0 waited 1 s for the members of the relay"):
