@@ -73,7 +73,8 @@ def compare(reference: str, answer: str) -> tuple[str | None, bool]:
     """
     expected_text = _reference_text(reference)
     expected, found = Answer.read(expected_text), Answer.read(chosen(answer, expected_text))
-    other_unit = bool(expected.unit and found.unit and expected.unit != found.unit)
+    units = [each.unit or ("%" if each.percent else "") for each in (expected, found)]
+    other_unit = all(units) and units[0] != units[1]
     if other_unit or (found.decided and expected.decided):
         return found.name, not other_unit and found.says(expected)
     if is_too_large(expected.text) or is_too_large(found.text):

@@ -230,7 +230,13 @@ def without_units(text: str) -> str:
         number = _fraction(scaled[1]) * _SCALES[scaled[2]]
         return str(number.numerator) if number.denominator == 1 else text
     value = _UNITS.sub("", text)
-    return value if value != text and value[-1:] in tuple("0123456789})!%") else text
+    unit = text[len(value) :].replace(r"\cdot", "")
+    number = value[-1:] in tuple("0123456789})!%")
+    if value.endswith(r"\pi"):
+        number = re.search("[a-zA-Z]{2}", unit) is not None  # one letter may be a height or a mass
+    elif not number:
+        number = r"\text" in unit and known_unit(unit) is not None  # of 3x
+    return value if value != text and number else text
 
 
 def known_unit(text: str) -> str | None:

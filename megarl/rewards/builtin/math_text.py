@@ -212,13 +212,16 @@ _SPELLINGS = tuple((re.compile(pattern), spelling) for pattern, spelling in (
     (r"^([-+]?\d*\.\d*?)(?:(\d)\2{2,}|(\d{2,})\3+)\s*(?:\.{3,}|\\[lc]?dots)$", r"\1\\overline{\2\3}"),
     (r"^([-+]?\d*\.\d+)\s*(?:\.{3,}|\\[lc]?dots)$", r"\1"),
 ))  # fmt: skip
+_IN_DEGREES = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*(?:\{\d\}|\d))?)\s*(?:\(\s*([\d.]+)\s*\^\\circ\s*\)|([\d.]+)\s*\^\\circ)"
+)
 
 
 def clean(text: str) -> str:
     """Return an answer as clean LaTeX of the same value: no colors, Markdown or typographic signs, plain numbers."""
     text = typography(text)
     text = _LETTER.sub(lambda match: match[1] or match[2] or match[3], _TEXT_NUMBER.sub(r"\1", text))
-    text = _FORMATS.sub("", text)
+    text = _FORMATS.sub("", re.sub(r"\{\s*\\rm\s*~?([^{}]*)\}", r"\\text{\1}", text))
     text = re.sub(r"(?<=[,+])\s*\.{3,}", r"\\ldots ", text)  # of a list; other final periods mean nothing
     text = _prefixed(text).strip().strip("$").strip()
     for pattern, spelling in _SPELLINGS:
@@ -231,6 +234,7 @@ def clean(text: str) -> str:
         r"^\\circ",
         text,
     )
+    text = _IN_DEGREES.sub(lambda match: rf"{match[1]}(\frac{{{match[2] or match[3]}\pi}}{{180}})", text)
     text = plain_numbers(text)
     whole = _WHOLE_THOUSANDS.fullmatch(text)
     if whole:

@@ -220,7 +220,8 @@ def ways_to_write(value: Fraction) -> list[str]:
     if scaled.denominator == 1:
         decimal = f"{Decimal(top) / Decimal(bottom):f}"
         ways += [decimal, f"{decimal}0" if "." in decimal else f"{decimal}.0"]
-        ways += [rf"{scaled.numerator} \times 10^{{-6}}", f"{scaled.numerator}e-06", rf"{100 * top}/{bottom}\%"]
+        ways += [rf"{scaled.numerator} \times 10^{{-6}}", f"{scaled.numerator}e-06"]
+        ways += [rf"{100 * top}/{bottom}\%"] if bottom > 1 else []  # whole numbers have units below
     if bottom == 1:
         grouped = f"{size:,}"
         ways += [f"{sign}{grouped}", sign + grouped.replace(",", r"\,"), sign + grouped.replace(",", "~"), f"{top}.0"]
@@ -400,6 +401,22 @@ def test_integers_that_are_written_in_another_way_are_left_to_math_verify() -> N
         (r"\boxed{5\text{ min}}", r"5\text{ mins}", 1.0),
         (r"\boxed{5\text{ kilometers}}", "5 km", 1.0),  # only one of them is known
         (r"\boxed{5}", "5 km", 1.0),
+        (r"\boxed{5{\rm km}}", "5", 1.0),
+        (r"\boxed{36\pi\text{ cm}^2}", r"36\pi", 1.0),  # units of values that end in a letter
+        (r"\boxed{36\pi}", r"36\pi\text{ square cm}", 1.0),
+        (r"\boxed{36\pi\text{ cm}}", r"36\pi\text{ m}", 0.0),
+        (r"\boxed{\frac{\pi}{3}\text{ radians}}", r"\frac{\pi}{3}", 1.0),
+        (r"\boxed{4\pi\cdot h}", r"4\pi", 0.0),
+        (r"\boxed{4\pi m}", r"4\pi", 0.0),
+        (r"\boxed{4\pi\text{ or }5\pi}", r"4\pi", 0.0),
+        (r"\boxed{3x\text{ cm}}", "3x", 1.0),
+        (r"\boxed{3x\text{ if }y}", "3x", 0.0),
+        (r"\boxed{10\%}", r"10\text{ cm}", 0.0),
+        (r"\boxed{\sin 60^\circ}", r"\frac{\sqrt{3}}{2}", 1.0),  # degrees of a function's argument
+        (r"\boxed{5\cos(60°)}", "2.5", 1.0),
+        (r"\boxed{\sin^2 45^{\circ}}", "0.5", 1.0),
+        (r"\boxed{\sin 60^\circ}", r"\sin 30^\circ", 0.0),
+        (r"\boxed{\sin 30}", "0.5", 0.0),
         (r"\boxed{\text{Yes}}", "yes", 1.0),
         (r"\boxed{\text{Yes}}", "no", 0.0),
         (r"\boxed{\text{Five}}", "5", 1.0),  # small numbers in words
