@@ -50,7 +50,8 @@ _REMEDIES = {
     "forward of one layer": "lower trainer.micro_batch_tokens",
     "reference weights": "set reference.placement=cpu_offload",
     "sync buckets": "lower weight_sync.bucket_mb",
-    "KV cache": "raise rollout.tensor_parallel or rollout.gpu_memory_utilization, or lower max_model_len",
+    "KV cache": "lower rollout.max_model_len or data.max_prompt_tokens, or raise rollout.tensor_parallel or "
+    "rollout.gpu_memory_utilization",
 }
 
 
