@@ -115,10 +115,10 @@ def run(options: argparse.Namespace) -> int:
             with standalone.interrupted_once(standalone.ANY_STOP):
                 reports = _evaluate(config)
         except (RolloutError, ValueError, TimeoutError) as error:
-            standalone.tell(str(error))
+            standalone.say(str(error))
             return 1
         except KeyboardInterrupt:
-            standalone.tell("interrupted; the engines were shut down")
+            standalone.say("interrupted; the engines were shut down")
             return 130
         _show(reports, responses_file(config.run_dir))
         if options.json is not None:
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
 
             write_json(options.json, report_content(reports, config))
     if failed := [report.nothing_judged for report in reports if report.nothing_judged is not None]:
-        standalone.tell("; ".join(failed))
+        standalone.say("; ".join(failed))
         return 1
     return 0
 
@@ -199,15 +199,15 @@ def _evaluate(config: Config) -> list[SetReport]:
     from megarl.config.checks.sections import detect_device
     from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
 
-    standalone.tell(f"starting the engine for {config.model.path}; logs in {config.run_dir / 'logs'}")
-    with closing(NoticeWatch(config.run_dir, standalone.tell)):
+    standalone.say(f"starting the engine for {config.model.path}; logs in {config.run_dir / 'logs'}")
+    with closing(NoticeWatch(config.run_dir, standalone.say)):
         handle = launch_supervisor(
             config.model_dump_json(), config.run_dir, os.getpid(), cuda=detect_device() == "cuda"
         )
         client = None
         try:
             client = PoolClient.connect(handle, config)
-            standalone.tell("evaluating")
+            standalone.say("evaluating")
             reports = client.evaluate(0, LABEL)
             if isinstance(reports, PublicationNeeded):  # the controller returns this only to a trainer
                 raise RolloutError(reports.reason)

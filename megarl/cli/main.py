@@ -143,7 +143,7 @@ def _plan(options: argparse.Namespace) -> int:
         overrides=options.overrides,
         device=options.device,
         files=not options.no_files,
-        tell=mistake_printer(options),
+        report=mistake_printer(options),
         whole=options.all,
     )
     return 0

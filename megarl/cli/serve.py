@@ -156,8 +156,8 @@ def _serve(config: Config, token_file: Path | None) -> int:
     engines = config.rollout.replicas
     with standalone.interrupted_once(standalone.ANY_STOP) as ignore_signals:
         try:
-            with closing(NoticeWatch(config.run_dir, standalone.tell)):
-                standalone.tell(
+            with closing(NoticeWatch(config.run_dir, standalone.say)):
+                standalone.say(
                     f"starting {engines} engine{'s' * (engines != 1)} for {config.model.path}; logs in "
                     f"{config.run_dir}/logs"
                 )
@@ -172,10 +172,10 @@ def _serve(config: Config, token_file: Path | None) -> int:
                     handle.check()
                     time.sleep(LOOK_S)
         except KeyboardInterrupt:
-            standalone.tell("shutting down the engines")
+            standalone.say("shutting down the engines")
             return 0
         except (RolloutError, ValueError) as error:
-            standalone.tell(str(error))
+            standalone.say(str(error))
             return 1
         finally:
             ignore_signals()  # the tear-down has a bound, and must not be interrupted

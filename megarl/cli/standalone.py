@@ -17,7 +17,7 @@ from typing import Any
 from megarl.common.errors import ConfigError
 
 
-def tell(text: str) -> None:
+def say(text: str) -> None:
     """Write a message to the user."""
     sys.stderr.write(f"megarl: {text}\n")
 
@@ -43,10 +43,10 @@ def holding(run_dir: Path, node_s: float, command: str) -> Iterator[None]:
     from megarl.common.rundir.run_lock import Holder, claim
 
     def end_at_once(other: Holder) -> None:
-        tell(f"{run_dir} was taken by {other.describe()}, so this {command} ends")
+        say(f"{run_dir} was taken by {other.describe()}, so this {command} ends")
         os._exit(1)
 
-    held = claim(run_dir, Holder.here(command, ProcessId.own()), node_s, tell)
+    held = claim(run_dir, Holder.here(command, ProcessId.own()), node_s, say)
     held.renew_in_background(end_at_once)
     try:
         yield

@@ -67,7 +67,7 @@ def torchrun_command(options: argparse.Namespace) -> list[str] | None:
     if not options.force:
         refuse_claimed(config.run_dir)
     check_endpoint(config.telemetry)
-    check_start(config, plan.info, mistake_printer(options)).tell_start(sys.stderr)
+    check_start(config, plan.info, mistake_printer(options)).print_start(sys.stderr)
     mark_checked(os.environ)
     os.environ[RUN_DIR_VARIABLE] = str(config.run_dir.resolve())  # torchrun's agent records what the ranks cannot
     # After a stop signal the ranks need this time to end their step and save.

@@ -189,7 +189,7 @@ class Findings:
             own += [text for text in dict.fromkeys(new) if text not in own]
         self.seen += other.seen
 
-    def tell_start(self, stream: TextIO) -> None:
+    def print_start(self, stream: TextIO) -> None:
         """Write the output of a start: a line for each set and reward, then the warnings."""
         shown = [f"{name}: {value}" for name, value in self.seen if not name.startswith(FIRST_PROMPT)]
         stream.writelines(f"megarl: {line}\n" for line in [*shown, *(f"warning: {each}" for each in self.warnings)])

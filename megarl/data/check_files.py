@@ -15,13 +15,15 @@ MOST_ROWS = 50_000  # per file, about a second; the run checks all of them
 MOST_SHOWN = 10  # rows with the same mistake
 
 DataSet = TrainSet | HeldOutSet
-Tell = Callable[[RowMistake], object]  # reports one mistake
+ReportMistake = Callable[[RowMistake], object]  # reports one mistake
 
 
-def data_file_findings(sets: Iterable[DataSet], tell: Tell | None = None, *, only_present: bool = False) -> Findings:
+def data_file_findings(
+    sets: Iterable[DataSet], report: ReportMistake | None = None, *, only_present: bool = False
+) -> Findings:
     """Find each kind of mistake in the rows of training and evaluation sets, with the first rows that have it.
 
-    With `tell` whole files are read, and every mistake is reported when found. Otherwise only the first rows are
+    With `report` whole files are read, and every mistake is reported when found. Otherwise only the first rows are
     checked, and a note names each file with more. `only_present`: skip files that are not on this machine.
     """
     found = Findings()
@@ -31,13 +33,13 @@ def data_file_findings(sets: Iterable[DataSet], tell: Tell | None = None, *, onl
         try:
             unscored = isinstance(each, TrainSet) and each.demonstrates
             check = None if unscored or each.reward.expects_failures else row_check(each.reward.function)
-            mistakes = row_mistakes(each.path, each.data, None if tell else MOST_ROWS, check)
-            kinds = _by_kind(mistakes if tell is None else _reported(mistakes, tell))
-            cut = tell is None and most_rows(each) == MOST_ROWS and has_more_rows(each.path, MOST_ROWS)
+            mistakes = row_mistakes(each.path, each.data, None if report else MOST_ROWS, check)
+            kinds = _by_kind(mistakes if report is None else _reported(mistakes, report))
+            cut = report is None and most_rows(each) == MOST_ROWS and has_more_rows(each.path, MOST_ROWS)
         except (ValueError, OSError) as error:
             found.add(Findings([f"{each.key}: {error}"]))
             continue
-        found.add(Findings([f"{each.key}: {_text(kind, every_row_reported=tell is not None)}" for kind in kinds]))
+        found.add(Findings([f"{each.key}: {_text(kind, every_row_reported=report is not None)}" for kind in kinds]))
         if cut:
             note = f"{each.path}: the first {MOST_ROWS:,} rows were checked; megarl plan --all-mistakes reads all"
             found.add(Findings(notes=[note]))
@@ -60,9 +62,9 @@ class _Kind:
     first: list[RowMistake] = field(default_factory=list)
 
 
-def _reported(found: Iterable[RowMistake], tell: Tell) -> Iterator[RowMistake]:
+def _reported(found: Iterable[RowMistake], report: ReportMistake) -> Iterator[RowMistake]:
     for mistake in found:
-        tell(mistake)
+        report(mistake)
         yield mistake
 
 

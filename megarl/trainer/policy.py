@@ -209,7 +209,7 @@ class Policy:
         given = self.config.trainer.router_replay == "r3" or any(each.routes_TLK is not None for each in samples)
         if frozen is None and given:
             self._check_routes(samples)
-        micro_batches, _ = self._pack(samples, self._tell_all(samples))
+        micro_batches, _ = self._pack(samples, self._gather_shapes(samples))
         chunks = self.module_chunks if frozen is None else frozen.chunks
         vocabulary = (self.info if frozen is None else frozen.info).vocab_size
 
@@ -312,7 +312,7 @@ class Policy:
         """
         self._check_trainable(samples)
         self._check_routes(samples)
-        everyone = self._tell_all(samples)
+        everyone = self._gather_shapes(samples)
         trained = [tokens for part in everyone for tokens in part.trained]
         found = GlobalCounts.of(trained, self.config.sampling.max_tokens)
         if counts is not None and counts != found:
@@ -413,7 +413,7 @@ class Policy:
             compiled=self._compiled_head,
         )
 
-    def _tell_all(self, samples: Sequence[TrainSample]) -> list[_Shapes]:
+    def _gather_shapes(self, samples: Sequence[TrainSample]) -> list[_Shapes]:
         """Report these samples to all replicas; return what each reports. Collective."""
         self.memory.require()
         trained = [sample.trained_tokens for sample in samples]

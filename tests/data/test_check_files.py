@@ -18,7 +18,7 @@ from megarl.common.errors import Findings
 from megarl.config.derived.datasets import all_sets
 from megarl.config.schema import Config
 from megarl.data import check_files
-from megarl.data.check_files import Tell, data_file_findings
+from megarl.data.check_files import ReportMistake, data_file_findings
 from tests.support.checkout import environment
 from tests.support.models.tiny import make_tiny_model
 from tests.support.trainer.configs import config, tree, write_problems
@@ -26,8 +26,8 @@ from tests.support.trainer.configs import config, tree, write_problems
 BAD = '{"problem": 3, "answer": "1"}\n\n{"problem": "a", "answer" "1"}\n{"problem": "a", "answer": "1"}\n[1]\n'
 
 
-def findings(chosen: Config, tell: Tell | None = None) -> Findings:
-    return data_file_findings(all_sets(chosen), tell)
+def findings(chosen: Config, report: ReportMistake | None = None) -> Findings:
+    return data_file_findings(all_sets(chosen), report)
 
 
 def test_sound_files_are_no_problem(tmp_path: Path) -> None:
@@ -131,11 +131,11 @@ def test_the_memory_does_not_grow_with_the_mistakes(tmp_path: Path) -> None:
         with_mistakes(bad, count)
         reported.append(0)
 
-        def tell(_: object) -> None:
+        def report(_: object) -> None:
             reported[-1] += 1
 
         tracemalloc.start()
-        assert findings(config("model", bad), tell).problems
+        assert findings(config("model", bad), report).problems
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert reported == [2_000, 20_000]

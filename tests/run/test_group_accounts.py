@@ -47,7 +47,7 @@ class LocalClient(PoolClient):
         self.admission, self.config, self.timeouts = admission, config, config.timeouts
 
     def _call(self, method: str, args: Any, numbers: Any, timeout_s: float, **_: Any) -> tuple[Any, int]:  # type: ignore[override]
-        assert method == "commit_and_tell"
+        assert method == "commit_and_report"
         self.admission.commit(*args, **numbers)
         return Committed(self.admission.counters, {}), 0
 

@@ -1,6 +1,6 @@
 """The connection of a trainer's rank to the pool's Ray, and calls over it.
 
-Calls of the pool's actors run once, and their waits are bounded, over a network that may be cut for a time.
+Each call of an actor of the pool runs once. Waits are bounded, and survive short network cuts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def connect_ray(handle: SupervisorHandle, timeout_s: float) -> None:
 def own_sigterm_handler() -> Iterator[None]:
     """Restore this process's handler of SIGTERM after the block.
 
-    torchrun ends ranks by SIGTERM, and one that is about to report a failure must survive it. `ray.init` sets another
+    torchrun ends ranks by SIGTERM. A rank that is about to report a failure must survive it. `ray.init` sets another
     handler, and `ray.shutdown` leaves none: ray 2.60.0 resets the signal in C++, which `signal.getsignal` cannot see.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -90,10 +90,10 @@ def call_once(
     actor: ActorHandle, method: str, args: Sequence[object], kwargs: dict[str, object], *, timeout_s: float,
     reach_s: float, check: Callable[[], None],
 ) -> Any:  # noqa: ANN401  # Ray does not know the type  # fmt: skip
-    """Call a method of an actor that has `answer`, and wait for its result; a cut connection is tried again.
+    """Call a method of an actor that has `answer`, wait for its result, and retry after a cut of the connection.
 
-    The method runs once, however often the call is sent. Raises GetTimeoutError after `timeout_s`, ConnectionCut if the
-    actor cannot be reached for `reach_s` or at the end of that time, what `check` raises, and what the call raised.
+    The method runs once, however often the call is sent. Raises GetTimeoutError after `timeout_s`, and ConnectionCut if
+    the actor cannot be reached for `reach_s` or at the end of that time. Exceptions of `check` and of the call pass.
     """
     import ray
 
@@ -106,17 +106,18 @@ def call_once(
         except ray.exceptions.ActorUnavailableError as error:
             check()
             now = time.monotonic()
-            # A call that was under way for long had a connection, but not known until when.
+            # A call that was under way for long had a connection, but nobody knows until when.
             lost_at = now if now - sent_at > reach_s / 2 else sent_at
             _reach(actor, error, lost_at, min(lost_at + reach_s, deadline), check)
             logger.warning("%s is sent again: %s", method, error)
 
 
 class _Probes:
-    """The `check` of an open call, which also sends something over its connection every PROBE_S. A side that only waits
-    does not notice that the other has given the connection up, as Ray 2.60.0's server does after 10 to 30 s without a
-    sign of life: the reset is lost in the same cut, and the waiting side's own test (gRPC's keepalive) comes every 300
-    s. Whatever is sent is answered by a reset, and Ray then fails each call of the connection.
+    """The `check` of an open call, which also sends a probe over its connection every PROBE_S.
+
+    Ray 2.60.0's server gives up a connection after 10 to 30 s without a sign of life. A side that only waits does not
+    notice: the reset is lost in the same cut, and gRPC's keepalive comes every 300 s. A probe is answered by a reset,
+    and Ray then fails each call of the connection.
     """
 
     def __init__(self, actor: ActorHandle, check: Callable[[], None]) -> None:
@@ -138,10 +139,10 @@ class _Probes:
 def _reach(
     actor: ActorHandle, cut: ActorUnavailableError, lost_at: float, until: float, check: Callable[[], None]
 ) -> None:
-    """Wait until an actor answers a probe. Raises ConnectionCut if it has not at the time `until`, what `check` raises.
+    """Wait until an actor answers a probe. Raises ConnectionCut at the time `until`, and what `check` raises.
 
-    A call cannot show in time whether it has arrived: it may run for long, and Ray may take minutes to report a lost
-    connection. `cut`: the report of the present cut; `lost_at`: the time since when nothing was heard.
+    A call does not show in time whether it arrived: it may run for long, and Ray may take minutes to report a lost
+    connection. `cut`: the report of the present cut; `lost_at`: when the actor was last heard.
     """
     import ray
 
@@ -161,7 +162,7 @@ def _reach(
 def result_of(reference: ObjectRef, timeout_s: float, check: Callable[[], None]) -> Any:  # noqa: ANN401  # Ray does not know the type
     """Wait for a remote call's result in slices, so that `check` soon raises if the pool has ended.
 
-    Raises GetTimeoutError after `timeout_s`, and what the call raised.
+    Raises GetTimeoutError after `timeout_s`. An exception of the call passes.
     """
     import ray
 

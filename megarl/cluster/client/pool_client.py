@@ -52,8 +52,8 @@ class _Connection:
 class PoolClient:
     """Offers the controller's methods as blocking calls. Each ends within its bound from `timeouts`.
 
-    If the controller or its queue dies after `begin`, a call waits for the new ones that the supervisor starts, reports
-    to the new controller how far the trainer has come, and is sent again. Any thread may call.
+    If the controller or its queue dies after `begin`, a call waits until the supervisor has started new ones. It
+    reports the trainer's progress to the new controller and is sent again. Any thread may call.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class PoolClient:
 
     @classmethod
     def connect(
-        cls, handle: SupervisorHandle, config: Config, tell: Callable[[str], object] = lambda text: None
+        cls, handle: SupervisorHandle, config: Config, report: Callable[[str], object] = lambda text: None
     ) -> PoolClient:
-        """Wait until the pool is ready (engines started), of which `tell` gets a line now and then, and connect.
+        """Wait until the pool is ready (engines started), and connect. `report` gets a line now and then.
 
         Raises SupervisorFailed naming the part that did not start.
         """
-        handle = wait_ready(handle, config.timeouts.engine_start_s + config.timeouts.ray_start_s, tell)
+        handle = wait_ready(handle, config.timeouts.engine_start_s + config.timeouts.ray_start_s, report)
         connect_ray(handle, config.timeouts.ray_start_s)
         import ray
 
@@ -90,8 +90,8 @@ class PoolClient:
     def call(self, method: str, *args: object, timeout_s: float, **kwargs: object) -> Any:  # noqa: ANN401  # Ray does not know the type
         """Call one method of the controller and wait for its result, whose type is the method's.
 
-        Raises RolloutError with the controller's own cause, if it does not answer within `timeout_s`, and if the
-        network is cut for `timeouts.rpc_s`.
+        Raises RolloutError with the controller's own cause, after `timeout_s` without an answer, and after a network
+        cut of `timeouts.rpc_s`.
         """
         return self._call(method, args, kwargs, timeout_s)[0]
 
@@ -99,9 +99,9 @@ class PoolClient:
         self, method: str, args: Sequence[object], kwargs: dict[str, object], timeout_s: float,
         check: Callable[[], None] = lambda: None, note: Callable[[Any], None] = lambda answer: None,
     ) -> tuple[Any, int]:  # fmt: skip
-        """Call as `call`; return the answer, and how often controller and queue had been started again by then.
+        """Call as `call`; return the answer, and how often controller and queue had been restarted by then.
 
-        `check` raises what else ends the wait. `note` takes note of the answer of the controller that is there.
+        An exception of `check` ends the wait too. `note` records the answer of the present controller.
         """
         while True:
             connection = self._connection
@@ -113,7 +113,7 @@ class PoolClient:
                 self._recover(connection, lost)
                 continue
             with self._changed:
-                # Otherwise the answer is from a controller that has died since, and the new one does not know of it.
+                # Otherwise the answer is from a controller that has since died, and the new one does not know it.
                 if self._connection is connection:
                     note(answer)
                     return answer, connection.handle.rebuilds
@@ -154,10 +154,10 @@ class PoolClient:
             raise _own_error(error) from error
 
     def _recover(self, lost: _Connection, reason: PartsLost) -> None:
-        """Connect to the new controller and report how far the trainer has come, unless another thread has done it.
+        """Connect to the new controller and report the trainer's progress, unless another thread has done it.
 
-        A thread that does not publish waits for the end of a publication first: engines must not be asked to drop their
-        requests in the middle of a weight sync. Raises RolloutError if there is no new controller in time.
+        A thread that does not publish first waits for the end of a publication: engines must not drop their requests in
+        the middle of a weight sync. Raises RolloutError if there is no new controller in time.
         """
         import ray
 
@@ -195,7 +195,7 @@ class PoolClient:
         return Path(self.handle.run_dir) / "logs"
 
     def members(self) -> list[int]:
-        """Return the indices of the replicas that take part in the publication that is being made, or in the next."""
+        """Return the indices of the replicas in the current publication, or in the next."""
         return self.call("members", timeout_s=self.timeouts.rpc_s)
 
     def devices(self) -> list[HeldDevices]:
@@ -207,7 +207,7 @@ class PoolClient:
         return PoolHandles(self)
 
     def drain(self) -> None:
-        """Wait until all running responses have ended; what has not begun is held back until `set_version`."""
+        """Wait until all running responses have ended. Others are held back until `set_version`."""
         bound = self.timeouts.generate_s + CALL_MARGIN_S
         self._call("drain", (), {}, bound, note=lambda _: self._record.note(admits=False))
 
@@ -258,8 +258,8 @@ class PoolClient:
     def keep(self, step: int, rebuilds: int) -> bool:
         """Note that all ranks have read the batch of `step`, which the trainer now holds.
 
-        False if the controller that gave it has died since (`rebuilds`: that of the batch): the new one does not know
-        of it, and will draw its groups again.
+        False if the controller that gave it has since died (`rebuilds`: that of the batch). The new one does not know
+        it, and will draw its groups again.
         """
         with self._changed:
             if self.handle.rebuilds != rebuilds:
@@ -273,7 +273,7 @@ class PoolClient:
         def note(answer: Committed) -> None:
             self._record.committed(step, answer.history)
 
-        answer: Committed = self._call("commit_and_tell", (step,), dict(ends), self.timeouts.rpc_s, note=note)[0]
+        answer: Committed = self._call("commit_and_report", (step,), dict(ends), self.timeouts.rpc_s, note=note)[0]
         return answer.counters
 
     def evaluate(self, version: int, label: str = "") -> list[SetReport] | PublicationNeeded:
@@ -288,7 +288,7 @@ class PoolClient:
     def evaluate_unless(
         self, stopped: Callable[[], bool], version: int, label: str = ""
     ) -> list[SetReport] | PublicationNeeded | None:
-        """Evaluate as `evaluate`, but return None soon after `stopped()` has become true; the pool goes on alone."""
+        """Evaluate as `evaluate`, but return None soon after `stopped()` has become true. The pool continues alone."""
 
         def check() -> None:
             if stopped():
@@ -321,7 +321,7 @@ class PoolClient:
         return finished
 
     def quarantine(self, replica: int, reason: str) -> tuple[bool, str]:
-        """Take a replica out until the next publication has replaced it; return whether that was done, and in words."""
+        """Take a replica out until the next publication replaces it; return whether it was done, and a description."""
         return self.call("quarantine", replica, reason, timeout_s=self.timeouts.rpc_s)
 
     def references(self, group_ids: Sequence[int]) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""Changes of the pool of a living run: `megarl pool` calls the controller through Ray, from a host of the run."""
+"""Changes of the pool of a live run: `megarl pool` calls the controller through Ray, from a host of the run."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Action = Literal["list", "drain", "undrain", "remove", "add"]
 def ask_pool(
     run_dir: Path, action: Action, number: int = 0, *, timeout_s: float | None = None, say: Callable[[str], object]
 ) -> Any:  # noqa: ANN401  # a text, or for `list` the replicas and how many are missing
-    """Send a command to the controller of a living run; return its answer.
+    """Send a command to the controller of a live run; return its answer.
 
     `number`: the replica, or with `add` how many engines. `timeout_s`: the longest wait; None: what the action may take
     by the run's own time-outs. `say` gets one line with what is waited for.
 
-    Raises ConfigError if no run lives there, if this host is none of the run's (it names one that is), if the command
-    cannot be done, or if no answer comes in time.
+    Raises ConfigError if there is no live run, if the command fails, or if no answer comes in time. On a host that is
+    not the run's it names one that is.
     """
     handle = _living(run_dir)
     config = Config.model_validate_json(SupervisorSpec.load(run_dir / "logs" / SPEC_FILE).config_json)
@@ -70,7 +70,7 @@ def ask_pool(
 
 
 def _living(run_dir: Path) -> SupervisorHandle:
-    """Return the handle of a living pool. Raises ConfigError if there is none."""
+    """Return the handle of a live pool. Raises ConfigError if there is none."""
     state = read_state_again(run_dir)
     if state is None:
         raise ConfigError([f"{run_dir} has no supervisor.json: no run has started there, or it is not a run directory"])

@@ -5,8 +5,9 @@ or a local shell; INDEX defaults to SLURM_PROCID. Everything that the node runs 
 it. Exit code 0: the run has ended and recorded how in RUN_DIR/exit.json. Exit code 1: something failed, here or on
 another node, and RUN_DIR/launch/ID/failed.json names the node and the reason.
 
-Once the pool is ready, the loss of a node with engines only does not end the job: the pool shrinks. It grows again when
-the node's raylet, which its agent starts again, has joined; if the agent has ended too, the same command starts it.
+Once the pool is ready, the loss of a node with engines only does not end the job: the pool shrinks. The node's agent
+restarts its raylet, and the pool grows again when that has joined. If the agent has ended too, the same command starts
+it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class AskedAgain(NodeFailed):
 
 
 class DirectoryLost(Exception):  # noqa: N818
-    """Another run holds the run directory, now or since this one was silent; nothing may be written there."""
+    """Another run has taken the run directory. Nothing may be written there."""
 
     @classmethod
     def to(cls, other: Holder, run_dir: Path) -> DirectoryLost:
@@ -206,7 +207,7 @@ class NodeLauncher:
             self._processes.start_torchrun(first.endpoint, self.address)
 
     def _tick_or_wait(self) -> bool:
-        """Tick; return False, as if nothing had happened, while the file system fails for less than `timeouts.node_s`.
+        """Tick; return False while the file system has failed for less than `timeouts.node_s`.
 
         Raises NodeFailed once it has failed for longer.
         """
@@ -337,7 +338,7 @@ class NodeLauncher:
         self.board.post(NodeRecord(self.node.index, self.host, self.address, state, self._beat, self.endpoint))
 
     def _post_if_due(self) -> None:
-        """Show the other nodes, and other starts, that this one lives. A disk that is full for a while ends nothing."""
+        """Show other nodes and other starts that this one is alive. A disk that is full for a while ends nothing."""
         if time.monotonic() >= self._next_beat:
             try:
                 self._post()

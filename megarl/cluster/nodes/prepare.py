@@ -145,7 +145,7 @@ def prepare(
 
     `force`: take the run directory even if another run holds it.
 
-    Raises ConfigError listing what is wrong with config, files or allocation, or naming the launch that is using the
+    Raises ConfigError that lists the problems of config, files and allocation, or names the launch that is using the
     run directory. Nothing is written then.
     """
     cuda = detect_device() == "cuda"

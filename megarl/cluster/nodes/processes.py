@@ -114,7 +114,7 @@ class NodeProcesses:
         return code
 
     def rejoin(self, code: int) -> None:
-        """End the remains of the raylet, which ended with `code`, and start another one after REJOIN_S. Called at
+        """Clean up after the raylet, which ended with `code`, and start another one after REJOIN_S. Called at
         intervals.
         """
         now = time.monotonic()
@@ -152,8 +152,8 @@ class NodeProcesses:
         )  # fmt: skip
 
     def kill_stopped_ranks(self) -> None:
-        """Kill ranks that stay stopped, after other ranks had time to name them. If a rank is alone on its node no
-        other rank can do so, and torchrun would give it time to save.
+        """Kill ranks that stay stopped, after other ranks had time to name them. No other rank can kill a rank that is
+        alone on its node, and torchrun would give it time to save.
         """
         if self.torchrun is None or self.torchrun.poll() is not None or not self._stopped.is_due():
             return

@@ -1,6 +1,6 @@
 """The actors of a pool: replicas, engines of teachers, the controller, which starts the queue, and the gateway.
 
-They are named but not `lifetime="detached"`: the supervisor's process owns them, so that even its SIGKILL ends them.
+They are named but not `lifetime="detached"`: the supervisor's process owns them, so even its SIGKILL ends them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class PoolActors:
         self._await(pending, config.timeouts.engine_start_s)
 
     def replace_controller(self, partition: str) -> None:
-        """Kill the controller, and with it the queue that it owns, and start both again, the queue as `partition`.
+        """Restart the controller and the queue that it owns; the new queue is `partition`.
 
         Raises RolloutError if they do not start.
         """

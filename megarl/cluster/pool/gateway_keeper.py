@@ -1,5 +1,5 @@
-"""Keeps the gateway of a run open: starts it, checks it at intervals without waiting, and replaces a dead one. A
-gateway that cannot be reopened does not end the run: attempts continue until the run ends.
+"""Keeps the gateway of a run open: starts it, checks it at intervals without waiting, and replaces a dead one. If the
+gateway cannot be reopened, attempts continue until the run ends.
 """
 
 from __future__ import annotations

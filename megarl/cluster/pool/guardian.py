@@ -2,10 +2,10 @@
 
 `python -m megarl.cluster.pool.guardian STATE_FILE DIRECTORY PID START_TIME AGENT_PID AGENT_START_TIME PATIENCE_S`
 watches the supervisor (PID) and the agent whose end ends the pool. When the supervisor is gone, it kills every child
-that it has seen or that the supervisor has recorded in STATE_FILE, by pid and start time, and removes the supervisor's
-private directory. When the agent has been gone for PATIENCE_S seconds and the supervisor still runs, it kills the
-supervisor too: that one should have torn down the pool by then. After an orderly tear-down no child and no directory is
-left. Ray's own processes usually end by themselves, but some take a while, and one that hangs does not.
+that it has seen or that STATE_FILE records, by pid and start time. Then it removes the supervisor's private directory.
+If the agent has been gone for PATIENCE_S seconds and the supervisor still runs, it kills the supervisor too, which
+should have torn down the pool by then. After an orderly tear-down no child and no directory is left. Ray's own
+processes usually end by themselves, but some take a while, and one that hangs does not.
 """
 
 from __future__ import annotations

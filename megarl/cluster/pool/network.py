@@ -91,9 +91,9 @@ def _towards(host: str) -> str | None:
 def network_environment(address: str, interface: str | None, *, several: bool, chosen: bool) -> dict[str, str]:
     """Return the variables that set this node's address and interface for vLLM, gloo and NCCL.
 
-    `several`: the job has more nodes than this one; `chosen`: the user has named the interface. gloo would take the
-    address that the host's name resolves to: between nodes often a loopback address, on one node often another one.
-    Between nodes NCCL chooses an interface by itself unless the user has named one.
+    `several`: the job has more nodes than this one; `chosen`: the user has named the interface. gloo would use the
+    address that the host's name resolves to, which between nodes is often a loopback address, and on one node often is
+    not. Between nodes NCCL chooses an interface by itself unless the user has named one.
     """
     environment = {"VLLM_HOST_IP": address}
     if interface is not None:

@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "supervisor.json"
 STOP_FILE = "supervisor.stop"
 SPEC_FILE = "supervisor_spec.json"
-REBUILDING = "rebuilding"  # the state of a pool whose engines live, while controller and queue restart
+REBUILDING = "rebuilding"  # the state of a pool with live engines, while controller and queue restart
 # The supervisor looks every 2 s and reports dead parts, or parts that hang beyond their bound, within this time.
 NOTICED_S = 10.0
-TELL_S = 30.0  # between two lines for the user while engines start
+REPORT_S = 30.0  # between two lines for the user while engines start
 TROUBLE_S = 10.0  # how long a file system may fail while a run starts
 _complaints = RateLimit(30.0)
 _ENDED = {"failed": "failed", "stopping": "is stopping", "stopped": "stopped"}  # states after which none is "ready"
@@ -246,8 +246,8 @@ def _kept_supervisor(run_dir: Path, agent_pid: int, config_json: str) -> str | N
 def _is_sound(run_dir: Path, launch_id: str, timeout_s: float) -> bool:
     """Wait until the supervisor has found controller and queue alive by a look that began after this call.
 
-    A death during the previous attempt may not have been noticed yet. The first look to end from now on may have begun
-    earlier; the second has not.
+    A death during the previous attempt may not have been noticed yet. The first check that ends from now on may have
+    begun before this call; the second has not.
     """
     before = (read_state_again(run_dir) or {}).get("heartbeats", 0)
     try:
@@ -329,22 +329,22 @@ def _retire_previous(run_dir: Path) -> int:
 
 
 def wait_ready(
-    handle: SupervisorHandle, timeout_s: float, tell: Callable[[str], object] = lambda text: None
+    handle: SupervisorHandle, timeout_s: float, report: Callable[[str], object] = lambda text: None
 ) -> SupervisorHandle:
     """Wait until engines, controller and queue are up; return the handle of those that are.
 
-    `tell` gets a line now and then, because engines may take minutes. Raises SupervisorFailed with the cause if one of
+    Engines may take minutes, so `report` gets a line now and then. Raises SupervisorFailed with the cause if one of
     them fails.
     """
     run_dir, started = Path(handle.run_dir), time.monotonic()
-    due = TELL_S
+    due = REPORT_S
 
     def is_ready(state: dict[str, Any]) -> bool:
         nonlocal due
         waited_s = time.monotonic() - started
         if state["state"] != "ready" and waited_s >= due:
-            due += TELL_S
-            tell(
+            due += REPORT_S
+            report(
                 f"still waiting for the rollout engines ({waited_s:.0f} s of at most {timeout_s:.0f}; their logs: "
                 f"{run_dir / 'logs'})"
             )
@@ -401,8 +401,8 @@ def stop_supervisor(
     """Ask the supervisor to tear down the pool and wait; after `timeout_s` kill it and its recorded children.
 
     A supervisor on another `host` (default: this one) is not killed: the agent of its node does that. Once the
-    supervisor of another launch has replaced the state, `run_dir` is another run's: nothing is written there, and a
-    supervisor elsewhere, which then ends by itself, is not waited for.
+    supervisor of another launch has replaced the state, `run_dir` belongs to another run, and nothing is written there.
+    A supervisor on another host then ends by itself and is not waited for.
     """
     here = host in {None, platform.node()}
     try:

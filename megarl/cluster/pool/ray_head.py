@@ -36,9 +36,9 @@ class ReservedPorts(ExitStack):
     """TCP ports of this host that the kernel gives to no other request for a free port, until `close`. A listener on
     one keeps it afterwards.
 
-    Each has a socket that is bound but does not listen, with SO_REUSEADDR. Linux leaves such a port out when it chooses
-    one, and lets a process take it that asks for this port and has set SO_REUSEADDR too, as servers do: Ray's agents
-    (2.60.0), torch's TCPStore (2.13.0) and slurm's daemons among them.
+    Each has a socket that is bound but does not listen, with SO_REUSEADDR. Linux never chooses such a port itself. A
+    process that asks for it and also sets SO_REUSEADDR gets it, as servers do: Ray's agents (2.60.0), torch's TCPStore
+    (2.13.0) and slurm's daemons among them.
     """
 
     def __init__(self, count: int) -> None:
@@ -222,11 +222,11 @@ class RayHead:
 def patched_start(reserved: ReservedPorts) -> Iterator[None]:
     """Patch ray.init and Ray's Node (Ray 2.60.0), which lack arguments for this.
 
-    `reserved`: RAY_PORTS ports, kept until Ray ends, because its agents take them only some seconds after its start.
+    `reserved`: RAY_PORTS ports, kept until Ray ends, because its agents open them some seconds after its start.
 
     The raylet aborts if its dashboard agent has not written its ports to files within a hard-coded 15 s, which is too
     short on a busy host (https://github.com/ray-project/ray/issues/65983). The raylet does not wait for ports that are
-    given. One port, of an HTTP service that is not used here, cannot be given: its file is written beforehand with the
+    given. The port of an HTTP service that is not used here cannot be given, so its file is written beforehand with the
     value -1 ("none"). The dashboard, the autoscaler's monitor and the log monitor are not needed and not started.
     """
     from ray._private import node, parameter

@@ -53,8 +53,8 @@ COMPLAIN_S = 30.0  # between two log lines about the same trouble
 class Supervisor:
     """Runs one pool from its start to its end; writes its state to RUN_DIR/supervisor.json.
 
-    If the controller or a process of the queue dies, it starts both again, for the engines that live. It ends once the
-    supervisor of another launch has written its state there.
+    If the controller or a process of the queue dies, it restarts both for the live engines. It ends once the supervisor
+    of another launch has written its state there.
     """
 
     def __init__(self, spec: SupervisorSpec, private: Path) -> None:
@@ -128,7 +128,7 @@ class Supervisor:
         return sum(now - each < REBUILD_PERIOD_S for each in self._rebuilt_at) < MOST_REBUILDS
 
     def _rebuild(self, reason: str) -> None:
-        """Start controller and queue again; the trainer then reports to the new controller how far it has come.
+        """Restart controller and queue; the trainer then reports its progress to the new controller.
 
         Raises RolloutError if they do not start.
         """
@@ -144,8 +144,8 @@ class Supervisor:
     def _serve(self) -> None:
         """Call the controller at intervals until asked to stop, and count the answers in the state.
 
-        Raises RolloutError if the controller, Ray or a process of the
-        queue does not answer, and if the controller cannot be reached for `timeouts.rpc_s`.
+        Raises RolloutError if the controller, Ray or a process of the queue does not answer, or if the controller
+        cannot be reached for `timeouts.rpc_s`.
         """
         import ray
 

@@ -1,8 +1,8 @@
 """torchrun's rendezvous backend `megarl`: its stores listen on one address, and its state is signed.
 
-torchrun's own backend `c10d` listens on all addresses of the host and unpickles the state that it finds in its store
-(torch 2.13), so anyone who reaches the port runs code in every node's torchrun. Here an agent unpickles a state only if
-another agent of the same run has signed it.
+torchrun's own backend `c10d` listens on all addresses of the host and unpickles the state in its store (torch 2.13). So
+anyone who reaches the port can run code in every node's torchrun. Here an agent unpickles a state only if another agent
+of the same run has signed it.
 
 torchrun finds the backend through the entry point group `torchrun.handlers` (`entry.py`). A job on several
 nodes needs MEGARL_RUN_DIR, whose secret the agents have in common; a single agent makes a key for itself.
@@ -117,8 +117,8 @@ def wait_for_ranks(store: Store) -> None:
     """Extend the shutdown timeout of this process's torchrun to what its ranks requested in `store`.
 
     torchrun (torch 2.13, elastic/agent/server/api.py) kills its ranks 30 s after it has passed a signal on, which may
-    cut a save. A --shutdown-timeout of the user's holds. Who else writes to the store can only lengthen the wait for
-    ranks that hang, and a second signal ends it: torch then calls `_shutdown` without a signal.
+    cut a save. The user's own --shutdown-timeout takes precedence. Anyone else who writes to the store can only
+    lengthen the wait for ranks that hang. A second signal ends the wait: torch then calls `_shutdown` without a signal.
     """
 
     def shutdown(agent: LocalElasticAgent, death_sig: signal.Signals | None = None, timeout: int = SHUTDOWN_S) -> None:
@@ -134,7 +134,7 @@ def wait_for_ranks(store: Store) -> None:
     LocalElasticAgent._shutdown = shutdown  # type: ignore[method-assign,assignment]
 
 
-def tell_seconds_to_stop(environment: Mapping[str, str], seconds: int, timeout_s: float) -> None:
+def request_seconds_to_stop(environment: Mapping[str, str], seconds: int, timeout_s: float) -> None:
     """Request from this rank's torchrun the time that its ranks may need after a stop signal.
 
     `environment`: that of the rank; without torchrun's store, or with another rendezvous, nothing is asked.

@@ -22,23 +22,23 @@ from megarl.common.rundir import run_files
 from megarl.common.rundir.run_lock import LAUNCH_ID_VARIABLE, Holder, other_holder
 from megarl.common.trust.run_secret import RUN_DIR_VARIABLE
 
-# The report of ranks that have failed, as torchrun gives it: without what the ranks have reported themselves.
+# torchrun's report of failed ranks, without what the ranks have reported themselves.
 
 
 def quieten_torchrun() -> None:
-    """Silence what torchrun logs of failed ranks: their statuses, that it ends the others, and hints about options.
+    """Silence torchrun's log of failed ranks: their statuses, the end of the others, and hints about options.
 
-    So is that it has received a stop signal, which the ranks report.
+    Its line about a stop signal is silenced too, because the ranks report that.
     """
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     for name in ("torch.distributed.elastic.agent.server.api", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def tell_failure(error: ChildFailedError) -> int:
-    """Report what the ranks could not, and return the exit status: that of the rank that failed first, 1 for a signal.
+def report_failure(error: ChildFailedError) -> int:
+    """Report what the ranks could not; return the exit status of the rank that failed first, 1 if a signal ended it.
 
-    A rank that ends with a status of its own has reported why; of one that a signal has killed a line is written.
+    A rank that exits by itself has reported why. If a signal killed it, this writes a line.
     """
     rank, failure = error.get_first_failure()
     if failure.exitcode >= 0:
@@ -51,9 +51,9 @@ def tell_failure(error: ChildFailedError) -> int:
 
 
 def record_failure(reason: str) -> None:
-    """Put what only torchrun's agent knows in front of the reason in exit.json, if the run's directory is known.
+    """Put what only torchrun's agent knows before the reason in exit.json, if the run's directory is known.
 
-    The other ranks of a killed one report only that a connection was closed. Not if another run holds the directory.
+    If a rank is killed, the others report only a closed connection. Writes nothing if another run holds the directory.
     """
     if not (directory := os.environ.get(RUN_DIR_VARIABLE)):
         return
@@ -73,14 +73,14 @@ def record_failure(reason: str) -> None:
 def run() -> int:
     """Run torchrun with this process's arguments; return its exit status, that of the rank that failed first.
 
-    After a stop signal, which torchrun passes on and which the ranks report, it is 128 and the signal's number.
+    After a stop signal, which the ranks report, it is 128 plus the signal's number.
     """
     register()
     quieten_torchrun()
     try:
         main()
     except ChildFailedError as error:
-        return tell_failure(error)
+        return report_failure(error)
     except RendezvousStateError as error:
         sys.stderr.write(f"megarl: {error}\n")
         record_failure(str(error))

@@ -83,7 +83,7 @@ class ExternalNews:
 
 
 class _Open(dict[str, ResponsePart]):
-    """A request, with its tokens so far under its name. `tell` is called with it when it has more.
+    """A request, with its tokens so far under its name. `notify` is called with it when it has more.
 
     `until`: by `time.monotonic`; `reported`: how many tokens earlier news had; `end`: its last news, without tokens;
     `waits`: it has news that no call has taken.
@@ -91,10 +91,10 @@ class _Open(dict[str, ResponsePart]):
 
     size = 64  # of its news on average
 
-    def __init__(self, request: ExternalRequest, now: float, tell: Callable[[_Open], object]) -> None:
+    def __init__(self, request: ExternalRequest, now: float, notify: Callable[[_Open], object]) -> None:
         self.name = request.request.request_id
         super().__init__({self.name: request.so_far})
-        self.request, self._tell = request, tell
+        self.request, self._notify = request, notify
         self.until, self.reported, self.waits = now + request.timeout_s, len(request.so_far.response_ids), False
         self.deadline = None if request.deadline is None else request.deadline.received(now)
         self.end: ExternalNews | None = None
@@ -104,7 +104,7 @@ class _Open(dict[str, ResponsePart]):
         super().__setitem__(name, part)
         # The end comes with the result, which also says why a response was given up.
         if part.finish_reason is None and part.response_ids:
-            self._tell(self)
+            self._notify(self)
 
     @property
     def part(self) -> ResponsePart:
@@ -131,7 +131,7 @@ class ExternalRequests:
     async def _receive(self, messages: Sequence[ExternalRequest | ExternalDrop]) -> None:
         for each in messages:
             if isinstance(each, ExternalRequest):
-                opened = _Open(each, time.monotonic(), self._tell)
+                opened = _Open(each, time.monotonic(), self._notify)
                 self._open[opened.name] = opened
                 self._start(opened)
             elif (found := self._open.pop(each.name, None)) is not None and found.task is not None:
@@ -186,9 +186,9 @@ class ExternalRequests:
                 logger.exception("request %s", asked.request.request_id)
             failure, error = "unavailable", clear_text(broken)
         opened.end = ExternalNews(opened.name, ResponsePart(), replica, failure, error)
-        self._tell(opened)
+        self._notify(opened)
 
-    def _tell(self, opened: _Open) -> None:
+    def _notify(self, opened: _Open) -> None:
         """Queue a request's news for the next call."""
         if not opened.waits and self._open.get(opened.name) is opened:
             opened.waits = True

@@ -248,7 +248,7 @@ class RolloutController(PoolController):
         await self._steps.commit(step, **ends)
         return self._admission.counters
 
-    async def commit_and_tell(self, step: int, **ends: Unpack[StepEnds]) -> Committed:
+    async def commit_and_report(self, step: int, **ends: Unpack[StepEnds]) -> Committed:
         """Commit as `commit` does, and also return the history that ends with it."""
         counters = await self.commit(step, **ends)
         return Committed(counters, self._committed_history())

@@ -1,9 +1,9 @@
 """The batches of the steps: each is taken from the pool, planned, and read from the queue.
 
 Only rank 0 calls the rollout controller. The first rank of each data-parallel replica (its leader) reads the queue.
-Both broadcast their results. If engines generate during training, the next batch is prepared by a thread while the
-current one trains, and none after it. A batch that was prepared and is not trained, because the run stops or fails, was
-never committed: the run that resumes uses its groups again or draws them again.
+Both broadcast their results. If engines generate during training, a thread prepares the next batch while the current
+one trains. If the run stops or fails before that batch is trained, it was never committed: a resumed run reuses its
+groups or draws them again.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class DisagreementError(RuntimeError):
 
 
 class QueueClient:
-    """Reads the queue on a leader, from any thread. If it has died, connects to the new one that the pool started. The
-    content of the earlier queue is lost.
+    """Reads the queue on a leader, from any thread. If the queue died, connects to the new one that the pool started;
+    the content of the old one is lost.
     """
 
     def __init__(self, handle: SupervisorHandle, timeouts: TimeoutsConfig) -> None:
@@ -84,7 +84,7 @@ class QueueClient:
 
     def read(self, rebuilds: int, question: Callable[[QueueReader], T]) -> T:
         """Return the answer of the pool's queue number `rebuilds`. Raises PartsLost if that queue has died or been
-        replaced, and whatever `question` raises.
+        replaced. An exception of `question` passes.
         """
         try:
             reader = self._reader_of(rebuilds)
@@ -126,10 +126,10 @@ class QueueClient:
 class PreparedBatch:
     """A batch that a step can train on.
 
-    `plan`: of its samples, with their tags; `timings`: the controller's declared metrics of the batch; `rebuilds`: how
-    often the pool had started another queue before the one that has its rows; `rows`: this replica's trajectories by
-    key; `samples`: on rank 0, those that are shown in samples.jsonl, with their reference answers; `share`: on leaders,
-    a part of all rows, if batches are written to the disk; `files`: the image files of this replica's rows by hash.
+    `plan`: of its samples, with their tags. `timings`: the controller's declared metrics of the batch. `rebuilds`: the
+    number of the queue that has its rows. `rows`: this replica's trajectories by key. `samples`: on rank 0, those for
+    samples.jsonl, with their reference answers. `share`: on leaders, a part of all rows, if batches are written to the
+    disk. `files`: the image files of this replica's rows by hash.
     """
 
     step: int
@@ -160,10 +160,12 @@ class BatchSource:
             self._queue = QueueClient(handle, self._config.timeouts)
 
     def take(self, step: int, version: int, *, asleep: bool = False) -> PreparedBatch | PublicationNeeded:
-        """Return the batch of `step`, which updates the weights of `version`, or the need to publish these first: then
-        publish and call again. That is so if engines are `asleep` and would have to generate for the batch. If they
-        generate during training, start to prepare the next one. Raises whatever the preparation raised; ranks that only
-        waited for rank 0 raise PeerFailedError. With `telemetry.dump_batches` the batch is then in RUN_DIR/batches.
+        """Return the batch of `step`, which updates the weights of `version`, or the need to publish these first.
+
+        A publication is needed, and another call after it, if engines are `asleep` and would have to generate for the
+        batch. If engines generate during training, this starts to prepare the next batch. Raises what the preparation
+        raised; ranks that only waited for rank 0 raise PeerFailedError. With `telemetry.dump_batches` the batch is then
+        in RUN_DIR/batches.
         """
         name = f"step {step + 1}/{self._config.run.steps}"
         if self._pace.overlaps:
@@ -321,8 +323,9 @@ class BatchSource:
 
     def _keep(self, ready: BatchReady, *, lost: bool) -> bool:
         """Return on every rank whether all have read their part of the batch, which is then held until its commit.
+
         `lost`: this rank has not. Also False if the controller of the batch died meanwhile, because the new one does
-        not know it. All ranks must drop such a batch and take it again.
+        not know the batch. All ranks must drop such a batch and take it again.
         """
         if LOST in self._channel.gather(LOST if lost else ""):
             return False
@@ -372,8 +375,10 @@ class BatchSource:
             logger.warning("waited %s for the next batch's thread; leaving it to the end of the process", waited)
 
     def close(self) -> None:
-        """End it after a failure, and disconnect from the queue. Not collective, because the other ranks may not come.
-        A rank whose thread follows rank 0's leaves it to the end of the process: waiting would delay its report.
+        """End the preparation after a failure, and disconnect from the queue. Not collective: other ranks may not come.
+
+        A rank whose thread follows rank 0's leaves the thread to the end of the process: waiting would delay its
+        report.
         """
         try:
             self._end(2 * SLICE_S)

@@ -1,7 +1,8 @@
-"""The evaluations of a run, seen by the trainer: it waits for their reports, or continues training and collects them
-later. At most one runs alongside training; the trainer waits for it before the next one and before the end of the run.
-A checkpoint records an unfinished one, and a resumed run begins it again with the weights of the checkpoint. So no
-evaluation of the committed history is lost, and none is counted twice.
+"""The trainer's side of evaluations: it waits for their reports, or continues training and collects them later.
+
+At most one runs alongside training. The trainer waits for it before the next one and before the end of the run. A
+checkpoint records an unfinished one, and a resumed run begins it again with the checkpoint's weights. So no evaluation
+of the committed history is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ class Evaluations:
 
         Responses go to RUN_DIR/eval_{label}.jsonl. It always waits before the first step and after the last, so the
         evaluations that judge a run have exactly one version. Returns False if a stop request has ended it; a resumed
-        run makes it again. If the weights must be published first, because no replica is left, return that; nothing is
-        recorded then.
+        run repeats it. Returns PublicationNeeded, and records nothing, if no replica is left.
         """
         if not self._config.evaluation.sets:
             return True
@@ -87,7 +87,7 @@ class Evaluations:
     def collect(self, steps_done: int) -> None:
         """Record the evaluation that has ended since the last call, if there is one. Not collective: only rank 0 acts.
 
-        `steps_done`: with which step its metrics are written; `eval/step` is that of its weights.
+        `steps_done`: the step under which its metrics are written; `eval/step` is that of its weights.
         """
         if self._running:
             self._record(self._pool.take_evaluations(), steps_done)
@@ -95,7 +95,7 @@ class Evaluations:
     def finish(self, steps_done: int) -> PublicationNeeded | None:
         """Wait for the evaluation that runs alongside training, if there is one, and record it as `collect` does.
 
-        If the weights must be published first, because no replica is left, return that; call it again afterwards.
+        Returns PublicationNeeded if no replica is left; publish and call again.
         """
         if not self._alongside_training:
             return None

@@ -107,8 +107,8 @@ def finish_evaluation(session: Session, steps_done: int) -> None:
 def publish_as_needed(session: Session, ask: Callable[[], T | PublicationNeeded], *, most: float = math.inf) -> T:
     """Return what `ask` returns. Collective.
 
-    If all engines are lost meanwhile, a publication of the weights that are there brings new ones, and `ask` is called
-    again. Raises RolloutError if all engines are lost again after `most` publications.
+    If all engines are lost meanwhile, a publication of the present weights brings new ones, and `ask` is called again.
+    Raises RolloutError if all engines are lost again after `most` publications.
     """
     made = 0
     while isinstance(answer := ask(), PublicationNeeded):
@@ -126,8 +126,7 @@ def publish_as_needed(session: Session, ask: Callable[[], T | PublicationNeeded]
 def publish(session: Session, *, drain: bool = True) -> None:
     """Send the policy's weights to every engine, which then serves their version. Collective.
 
-    Without `rollout.partial_rollout` all responses that engines work on end first, unless no engine is left (`drain`
-    is false).
+    Without `rollout.partial_rollout` all running responses end first, unless no engine is left (`drain` is false).
     """
     version = session.version
     if drain and not session.config.rollout.partial_rollout:
@@ -142,9 +141,10 @@ def publish(session: Session, *, drain: bool = True) -> None:
 
 
 def publishes_early(session: Session, step: int, timings: Mapping[str, float]) -> bool:
-    """Return whether to publish the weights out of turn after `step`. `timings`: those of its batch. True before an
-    evaluation, also at the end of the run, and if replicas were lost: a new replica refuses to generate before a
-    publication. Engines that sleep until the next one would not generate before it.
+    """Return whether to publish the weights out of turn after `step`. `timings`: those of its batch.
+
+    True before an evaluation, also at the end of the run, and if replicas were lost: a new replica refuses to generate
+    before a publication. Engines that sleep until the next publication would not generate before it.
     """
     lost = timings.get("rollout/replicas_lost", 0.0) > 0 and not session.gpus.shared
     return lost or evaluation_due(session, step + 1)

@@ -1,7 +1,7 @@
 """The monitor of a run: judges every step and acts on its alarms (docs/observability/monitor.md).
 
-Every rank judges the same numbers and comes to the same alarms, so nothing is exchanged for them. Rules that skip the
-batch or stop the run are judged before the first update changes a weight, all others after the last one.
+Every rank judges the same numbers and raises the same alarms, so nothing is exchanged. Rules that skip the batch or
+stop the run are judged before the first update, all others after the last.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def replica_values(
 ) -> dict[int, ReplicaGap]:
     """Return the comparison of each replica with the others at equal lag, if there are others.
 
-    `version`: that of the weights with which the tokens of lag 0 agree. `engine_since`: the first version that the
-    present engine of a replica can have, of those that were replaced; older tokens are of the engine before.
+    `version`: the weights' version at lag 0. `engine_since`: for each replaced replica, the first version that its
+    present engine can have; older tokens are from the engine before it.
     """
     by_replica = measured.by_source.by_replica
     means = {

@@ -71,10 +71,9 @@ class RolloutClient:
         return handle
 
     def await_sleeping_engines(self, launch: Future[SupervisorHandle] | None) -> None:
-        """Wait until all engines are up and sleep, because this run's ranks need the GPUs. `launch`: as in `attach`.
+        """Wait until all engines are up and asleep, because this run's ranks need the GPUs. `launch`: as in `attach`.
 
-        Engines start asleep. In a pool that survived a restart of the ranks they may be awake, or starting in place of
-        a lost one.
+        Engines start asleep. In a pool that survived a restart of the ranks they may be awake, or replacing a lost one.
         """
 
         def connect() -> None:
@@ -102,7 +101,7 @@ class RolloutClient:
         self._ask(lambda pool: pool.drain(), _NOTHING)
 
     def announce(self, version: int) -> None:
-        """Report to the controller that engines are about to be given `version`. Not collective: only rank 0 acts."""
+        """Report to the controller that engines are about to get `version`. Not collective: only rank 0 acts."""
         self._call(lambda pool: pool.announce(version))
 
     def set_version(self, version: int) -> None:
@@ -133,8 +132,8 @@ class RolloutClient:
     def commit(self, step: int, plan: StepPlan) -> Counters | None:
         """Report how every group of the step ended; the controller then frees the rows that it does not use again.
 
-        Return what the controller has counted since the start of the history. Not collective: only rank 0 acts, and
-        None elsewhere.
+        Return the controller's counters since the start of the history. Not collective: only rank 0 acts, and None
+        elsewhere.
         """
         ends = {**asdict(plan.outcome), "trained_groups": plan.trained_groups, "ended": plan.ended}
         return self._call(lambda pool: pool.commit(step, **ends))
@@ -167,7 +166,7 @@ class RolloutClient:
     def finish_evaluations(self) -> list[FinishedEvaluation] | PublicationNeeded:
         """Wait for the evaluation that runs alongside training, if there is one, and return what has finished.
 
-        Or on every rank that the weights must be published first, because no replica is left.
+        Returns PublicationNeeded on every rank if no replica is left.
         """
 
         def ask(pool: PoolClient) -> list[FinishedEvaluation] | str:

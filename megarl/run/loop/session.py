@@ -1,4 +1,4 @@
-"""The session: the parts of a run, built in order and joined. Policy, pool, weight sync, recorder, checkpoints.
+"""The session: builds and connects the parts of a run: policy, pool, weight sync, recorder, checkpoints.
 
 Every method is collective over the trainer ranks.
 """
@@ -179,9 +179,10 @@ class Session:
             self.recorder.say(f"step {step} is saved; the same command resumes from there")
 
     def skip(self, error: StepRefused, plan: StepPlan) -> StepPlan:
-        """Return the plan of a step that is skipped because of `error`, or raise `error` if it may not be skipped. It
-        may if it has made no update and `trainer.max_skipped_steps`, or for an alarm MOST_SKIPPED_BY_ALARMS, allows it.
-        An alarm that stops the run first saves the last step.
+        """Return the plan of a step that is skipped because of `error`, or raise `error` if it may not be skipped.
+
+        It may be skipped if it has made no update and `trainer.max_skipped_steps`, or for an alarm
+        MOST_SKIPPED_BY_ALARMS, allows it. An alarm that stops the run first saves the last step.
         """
         by_alarm = isinstance(error, AlarmSkipsStep)
         if isinstance(error, AlarmStopsRun):
@@ -213,9 +214,7 @@ class Session:
             self.recorder.say(f"the reference policy has the weights after {steps_done} steps")
 
     def copy_state(self, steps_done: int) -> None:
-        """Copy the trainer's state for the save that is due after this step, if it will then be in host memory because
-        engines have the GPUs.
-        """
+        """Copy the trainer's state for the save after this step, if engines will have the GPUs by then."""
         if self.gpus.shared and self.checkpointer.due(steps_done):
             with self.recorder.phase("save"):
                 self.checkpointer.copy(steps_done)

@@ -1,5 +1,6 @@
-"""The GPUs that trainer and engines share (`rollout.share_gpus`): moves the memory of both sides at each turn. Every
-method is collective over the trainer ranks, and does nothing if each side has its own GPUs.
+"""Moves the memory of trainer and engines on the GPUs that they share (`rollout.share_gpus`) at each turn.
+
+Every method is collective over the trainer ranks, and does nothing if each side has its own GPUs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SETTLED = 3  # hand-overs after which the kept memory should not grow
 
 
 class Residue:
-    """What each side keeps of the GPUs that it has released, against the plan. Pure."""
+    """The memory that each side keeps on GPUs after releasing them, compared with the plan. Pure."""
 
     def __init__(self, planned: Mapping[str, int]) -> None:
         """`planned`: bytes by side."""
@@ -102,8 +103,8 @@ class SharedGpus:
     def train(self) -> None:
         """Bring the whole state of the trainer to its GPUs, with the engines asleep.
 
-        Raises WeightSyncError, on other ranks than the first PeerFailedError, if an engine has not released its memory
-        in time.
+        Raises WeightSyncError on rank 0, and PeerFailedError on the others, if an engine has not released its memory in
+        time.
         """
         if not self.shared or self.engines_sleep:
             return
@@ -139,7 +140,7 @@ class SharedGpus:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave the GPUs to engines that are being started, and then restore what the trainer held."""
+        """Leave the GPUs to starting engines, then restore what the trainer held."""
         if not self.shared:
             yield
             return
@@ -156,8 +157,9 @@ class SharedGpus:
         return [f"trainer rank {rank}" for rank in range(self._peers.world)]
 
     def _await_ranks(self) -> int:
-        """Hold what the turn allows, and wait until every rank does, because an engine may use the GPUs of several.
-        Return the most bytes that a rank then has.
+        """Hold what the turn allows, and wait until every rank does, because an engine may use several ranks' GPUs.
+
+        Return the largest number of bytes that a rank then has.
         """
         turn = self._turns.turn
         copied = self._hold(self._turns.trainer_holds, f"let go of the GPUs ({turn})")

@@ -1,8 +1,8 @@
 """The stop signals of a trainer rank, SIGINT and SIGTERM: the first asks to stop, a second one ends the rank.
 
-A Python handler runs only while the main thread is in Python code, and a rank may wait for minutes in a collective or
-an engine. So a thread reads the signals, from a pipe that Python's C code writes to at once (`signal.set_wakeup_fd`):
-it answers in every phase of a run.
+A Python handler runs only while the main thread is in Python code, but a rank may wait for minutes in a collective or
+for an engine. So a thread reads the signals from a pipe, to which Python's C code writes at once
+(`signal.set_wakeup_fd`), and answers in every phase of a run.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ REPORT_S = 2.0
 
 
 def end_before_start(*, speaks: bool) -> None:
-    """End this process with a message at the first stop signal from now on, because nothing has started. `speaks`: only
-    one rank should print it. The terminal is the standard error of now, also if it is redirected later.
-    `StopSignals.install` takes the signals over.
+    """End this process with a message at the first stop signal from now on, because nothing has started.
+
+    `speaks`: only one rank should print the message. It goes to the present standard error, even if that is redirected
+    later. `StopSignals.install` takes over the signals.
     """
     terminal = os.dup(2)
 
@@ -75,9 +76,10 @@ class StopSignals:
         threading.Thread(target=self._read, args=(reader,), name="stop-signals", daemon=True).start()
 
     def run_has_begun(self) -> None:
-        """Treat the first signal as a request from now on; before, there is nothing to save, and it ends the rank.
+        """Treat the first signal as a request from now on. Before this, it ends the rank, because there is nothing to
+        save.
 
-        Call it in the main thread, and after `ray.init`, which sets a handler of its own.
+        Call it in the main thread, after `ray.init`, which sets its own handler.
         """
         self._running = True
         self._set_handlers()

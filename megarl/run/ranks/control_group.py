@@ -40,9 +40,9 @@ def join_peers(backend: str, timeout_s: float, run_dir: Path) -> StoreAddress:
 
     Return the address of the store of the ranks, which rank 0 serves.
 
-    The store of the process group is one of the ranks' own, which listens on one address and begins empty. torchrun
-    would share its rendezvous' store with the ranks: that one listens on all addresses and outlives a restart, so a
-    restarted rank would find the addresses of killed ones (torch 2.13, rendezvous.py:189).
+    The ranks have their own store for the process group. It listens on one address and starts empty. torchrun would
+    share the store of its rendezvous, which listens on all addresses and outlives a restart: restarted ranks would find
+    the addresses of killed ones (torch 2.13, rendezvous.py:189).
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=timeout_s)
@@ -58,8 +58,8 @@ def _own_store(rank: int, timeout_s: float, secret: bytes) -> TCPStore:
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         # The port is free at each start, so that only rank 0 serves the store there. The rendezvous store does not sign
-        # this address, so rank 0 does, and the others use no stranger's store. The name has no
-        # number of restarts: each agent counts only those for its own ranks' failures (torch 2.13, api.py:951).
+        # this address, so rank 0 does, and the others never use a stranger's store. The name has no restart count: each
+        # agent counts only its own ranks' failures (torch 2.13, api.py:951).
         name = f"store of the ranks/{run}"
         if rank == 0:
             store = serve_store(host, port, timeout_s)
@@ -140,9 +140,10 @@ class ControlGroup:
         torch.distributed.barrier(self.group)
 
     def await_all(self, what: str, timeout_s: float, key: str) -> None:
-        """Wait until all ranks have come here after they `what`. `key`: the config's key of the bound.
+        """Wait until all ranks have called this. `what`: what they have done; `key`: the config's key of the bound.
 
-        Raises PeerTimeout naming those that have not within `timeout_s` seconds, on others than rank 0 PeerFailedError.
+        After `timeout_s` seconds raises PeerTimeout that names the missing ranks; PeerFailedError on other ranks than
+        0.
         """
         limit_s = timeout_s if self.is_first else timeout_s + LATER_S
         try:
@@ -169,13 +170,12 @@ class ChannelClosed(Exception):  # noqa: N818
 class BatchChannel:
     """The collectives by which ranks take a batch: gloo groups of all ranks, and of each replica.
 
-    They are its own, because a thread during training may use them: all ranks must call the collectives of a group in
-    the same order, and training calls those of its communicators all the time.
+    The groups are separate because a thread uses them during training. All ranks must call the collectives of a group
+    in the same order, and training calls those of its own communicators all the time.
 
     A wait for a batch may begin long before the trainer needs it. Its bound, `timeouts.generate_s`, counts from the
-    call of `hurry`. Rank 0 asks again and again, which the other ranks follow. So no rank waits longer in a collective
-    than its time-out allows, and `close` ends the wait within `SLICE_S`: `ray.shutdown` finds no thread that waits in
-    Ray.
+    call of `hurry`. Rank 0 asks in slices, and the other ranks follow each slice. So no rank exceeds the time-out of a
+    collective, and `close` ends the wait within `SLICE_S`: `ray.shutdown` finds no thread that waits in Ray.
     """
 
     def __init__(self, timeouts: TimeoutsConfig) -> None:
@@ -204,7 +204,7 @@ class BatchChannel:
         self._closed.set()
 
     def wait(self, ask: Callable[[float], T], codec: Codec[T | None]) -> T:
-        """Return on every rank what `ask` returns on rank 0, which asks in slices of `SLICE_S` until there is a result.
+        """Return on every rank the result of `ask` on rank 0, which asks in slices of `SLICE_S` until there is one.
 
         `ask` gets a bound in seconds, and raises BatchNotReady when it has passed. `codec` must also have None, which
         stands for "not yet". Raises ChannelClosed after `close`, and BatchNotReady when the bound has passed.

@@ -55,8 +55,9 @@ class PeerFailedError(RuntimeError):
 
 
 class FailureReport:
-    """Makes the first rank that fails report to the user and the others only log: one cause gives one message. After
-    another run has taken the directory nothing is written there, and every failing rank informs the user.
+    """Lets the first failing rank report to the user and the others only log, so one cause gives one message.
+
+    After another run has taken the directory nothing is written there, and every failing rank informs the user.
     """
 
     def __init__(self, run_dir: Path, rank: int, mine: Holder | None = None) -> None:
@@ -111,8 +112,9 @@ class FailureReport:
         return True
 
     def _mark_failed(self, message: str) -> None:
-        """Record the failure in exit.json and summary.json for rank 0, which may be killed first. An already recorded
-        failure keeps its step: that of the newest checkpoint if the last save failed.
+        """Record the failure in exit.json and summary.json for rank 0, which may be killed first.
+
+        A recorded failure keeps its step, which is that of the newest checkpoint if the last save failed.
         """
         path = self.path.with_name("summary.json")
         content = json.loads(path.read_text()) if path.is_file() else RunSummary().as_dict("failed")

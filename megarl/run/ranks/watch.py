@@ -1,15 +1,15 @@
 """Ends a run if a trainer rank shows no sign of life, and names that rank, so that torchrun can restart all.
 
-A rank that is stopped, hangs with Python's lock in its hands, or has lost its host leaves the others waiting in a
-collective for the longest time that a healthy run may need. So a thread of each rank posts a stamp every INTERVAL_S.
-Rank 0 reads the stamps of all others, and they look at that of rank 0, which also serves the store. So the requests of
-all ranks together grow with their number, and not with its square. A rank that is silent for `timeouts.node_s` is
-reported as the run's failure and announced to all ranks; those on its host kill it, and all end.
+A rank may be stopped, hang while it holds Python's lock, or lose its host. The others would then wait in a collective
+for the longest time that a healthy run may need. So a thread of each rank posts a stamp every INTERVAL_S. Rank 0, which
+also serves the store, reads all stamps, and the others read that of rank 0, so requests grow linearly with the number
+of ranks. A rank that is silent for `timeouts.node_s` is reported as the run's failure and announced to all ranks. Ranks
+on its host kill it, and all end.
 
-A healthy rank posts nothing while its main thread computes, or waits for a disk, in one long call that keeps Python's
-lock. After half of the bound the other ranks of its host look for that in /proc, and vouch for it. Silence is measured
-in time that the watcher has seen pass, so a machine that was suspended wakes up with nobody silent. A rank that only
-makes no progress has a living thread: the bounds of the collectives and of the calls to the pool end its run.
+A healthy rank posts nothing while its main thread computes or waits for a disk in one long call that holds Python's
+lock. After half of the bound the other ranks of its host check this in /proc, and vouch for it. Silence is measured by
+a clock that stops while the watcher is suspended, so after a suspend no rank counts as silent. A rank that only makes
+no progress still posts stamps: the bounds of collectives and of calls to the pool end its run.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class SilentRankError(RuntimeError):
 
 
 class Silences:
-    """Measures how long each rank has shown no new sign, in the watcher's own time, from its first sign on."""
+    """Measures how long each rank has been silent, by the watcher's own clock, from its first sign on."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._time = WatchedTime(2 * INTERVAL_S, clock)

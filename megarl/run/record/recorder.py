@@ -229,7 +229,7 @@ class Recorder:
             yield
 
     def start_clock(self, steps_done: int = 0) -> None:
-        """Begin the first step: start-up, the publication of version 0 and the first evaluation belong to no step.
+        """Begin the first step. Start-up, the publication of version 0 and the first evaluation belong to no step.
 
         `steps_done`: those of the history that the run resumes.
         """
@@ -311,9 +311,9 @@ class Recorder:
     ) -> None:  # fmt: skip
         """Record and print an evaluation, one report per set, that began after `steps_done` steps with `version`.
 
-        `written_at`: the step with which its metrics are written, if others were done meanwhile: that of its end,
-        because sinks want steps in order, and a resume discards what was written after its checkpoint. `began`: when
-        it began, by `time.monotonic`.
+        `written_at`: the step under which its metrics are written, if training continued meanwhile. It is the step at
+        its end, because sinks need steps in order, and a resume discards what was written after its checkpoint.
+        `began`: its start, by `time.monotonic`.
         """
         if began is not None and self._peers.is_first:
             events.record(

@@ -1,7 +1,7 @@
 """Checks before a run starts, beyond its plan: each file is opened and each function called once.
 
-Data files, tokenizer and chat template, the lengths of the prompts, the agent's loop and tools, the headers of the
-weights, and one call of each reward function. Otherwise a mistake would only show once engines and trainer are up.
+These are data files, tokenizer and chat template, prompt lengths, the agent's loop and tools, weight headers, and one
+call of each reward function. Without the checks a mistake would only show once engines and trainer are up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets, rewar
 from megarl.config.schema import Config
 from megarl.config.schema.agent import SINGLE_TURN
 from megarl.config.schema.data import RewardConfig
-from megarl.data.check_files import Tell, data_file_findings, first_prompts
+from megarl.data.check_files import ReportMistake, data_file_findings, first_prompts
 from megarl.data.check_tokenizer import tokenizer_findings
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.rewards.trial_call import TrialCall, TrialProblem, TrialScore, trials
@@ -96,18 +96,19 @@ def _sample(
 CHECKED_BY_VARIABLE = "MEGARL_CHECKED_BY"  # the pid of a `megarl train` that has become torchrun
 
 
-def check_start(config: Config, info: ModelInfo, tell: Tell | None = None) -> Findings:
-    """Try what the run will open and call; return the findings. Raises ConfigError that lists every problem. With
-    `tell` every wrong row of the data files is shown when found, and the problems list ten of each kind. Only the first
-    rows of large files are checked, unless `tell` is given.
+def check_start(config: Config, info: ModelInfo, report: ReportMistake | None = None) -> Findings:
+    """Try what the run will open and call; return the findings. Raises ConfigError that lists every problem.
+
+    With `report` whole data files are read and every wrong row is shown when found. Otherwise only the first rows of
+    large files are checked. The problems list ten rows of each kind.
     """
-    found = start_findings(config, info, tell)
+    found = start_findings(config, info, report)
     found.refuse()
     return found
 
 
-def start_findings(config: Config, info: ModelInfo, tell: Tell | None = None) -> Findings:
-    """Try what the run will open and call. `tell`: as in `check_start`."""
+def start_findings(config: Config, info: ModelInfo, report: ReportMistake | None = None) -> Findings:
+    """Try what the run will open and call. `report`: as in `check_start`."""
     from megarl.checkpoint.format.load_weights import weight_problems
 
     first = first_prompts(all_sets(config))
@@ -116,8 +117,8 @@ def start_findings(config: Config, info: ModelInfo, tell: Tell | None = None) ->
     if config.needs_reference and config.reference.path is not None:
         loaded["reference.path"] = config.reference.path
     with trial_calls(config, first) as calls:  # they start while the files are read
-        found.add(data_file_findings(all_sets(config), tell))
-        found.add(_tokenizer_and_agent(config, info, first, whole=tell is not None))
+        found.add(data_file_findings(all_sets(config), report))
+        found.add(_tokenizer_and_agent(config, info, first, whole=report is not None))
         found.add(Findings(list(weight_problems(loaded, info))))
         found.add(Findings(list(resume_problems(config, info)), list(_missing_kernels(config, info))))
         found.add(reward_findings(config.reward, calls))

@@ -18,24 +18,25 @@ from megarl.config.schema import Config
 from megarl.config.schema.agent import SINGLE_TURN, AgentConfig
 from megarl.config.schema.data import RewardConfig
 from megarl.config.schema.job import CheckpointConfig
-from megarl.data.check_files import Tell, data_file_findings, first_prompts
+from megarl.data.check_files import ReportMistake, data_file_findings, first_prompts
 from megarl.run.start.checks import reward_findings, scored_sets, start_findings, trial_calls
 from megarl.sandbox.availability import sandbox_problem
 
 WAY_OUT = "(--no-files of `megarl plan` and `megarl launch`, if only the machines of the run have what it needs)"
 
 
-def elsewhere_findings(config: Config, tell: Tell | None = None) -> Findings:
-    """Check the data files on this machine, and try every reward; the notes name what is left out. A reward without a
-    local data file is imported but not called. One that needs a missing variable or sandbox is not tried. `tell`: as in
-    `check_start`.
+def elsewhere_findings(config: Config, report: ReportMistake | None = None) -> Findings:
+    """Check the data files on this machine, and try every reward; the notes name what is left out.
+
+    A reward without a local data file is imported but not called. A reward that needs a missing variable or sandbox is
+    not tried. `report`: as in `check_start`.
     """
     found = Findings()
     first = first_prompts(all_sets(config))
     rewards = reward_functions(config)
     lacking = {key: lack for key, own in rewards.items() if (lack := _lack(own))}
     with trial_calls(config, first, lacking) as calls:  # they start while the files are read
-        found.add(data_file_findings(all_sets(config), tell, only_present=True))
+        found.add(data_file_findings(all_sets(config), report, only_present=True))
         tried = reward_findings(config.reward, calls)
     tried.problems = [f"{problem}\n      {WAY_OUT}" for problem in tried.problems]
     found.add(tried)
@@ -83,11 +84,11 @@ def dry_run(
     overrides: Sequence[str] = (),
     device: DeviceType | None = None,
     files: bool = True,
-    tell: Tell | None = None,
+    report: ReportMistake | None = None,
     whole: bool = False,
 ) -> None:
     """Check `config` as `checked_plan` does, and print findings, plan and config (`print_dry_run`)."""
-    plan, found = checked_plan(config, overrides=overrides, device=device, files=files, tell=tell)
+    plan, found = checked_plan(config, overrides=overrides, device=device, files=files, report=report)
     print_dry_run(plan, config, stream, found, whole=whole)
 
 
@@ -97,15 +98,14 @@ def checked_plan(
     overrides: Sequence[str] = (),
     device: DeviceType | None = None,
     files: bool = True,
-    tell: Tell | None = None,
+    report: ReportMistake | None = None,
 ) -> tuple[RunPlan, Findings]:
     """Check everything possible here; return plan and findings. Raises ConfigError that lists every problem.
 
-    `files=False` looks for no data, weights and tokenizer, and tries no reward. A config with `model.shape` whose model
-    is not here is planned by that, and what is absent becomes a note, or a mistake if one of the config's `overrides`
-    names it; data files that are here, and the rewards, are checked all the same. Unless `device` is given, such a plan
-    is for GPUs if the config says what memory they have, else for this machine's own device. `tell`: as in
-    `check_start`.
+    `files=False` skips data, weights, tokenizer and rewards. If the model is not on this machine, `model.shape` is
+    planned. What is absent then becomes a note, or a mistake if one of the config's `overrides` names it. Present data
+    files and the rewards are still checked. Unless `device` is given, such a plan is for GPUs if the config says what
+    memory they have, else for this machine's own device. `report`: as in `check_start`.
     """
     elsewhere = planned_elsewhere(config.model)
     if elsewhere and device is None and config.trainer.device_memory_gib is not None:
@@ -114,12 +114,12 @@ def checked_plan(
     if not files:
         return plan, Findings()
     if not elsewhere:
-        found = start_findings(config, plan.info, tell)
+        found = start_findings(config, plan.info, report)
         found.refuse()
         return plan, found
     absent = absent_files(config)
     found = Findings(list(_mistyped(absent, overrides)))
-    found.add(elsewhere_findings(config, tell))
+    found.add(elsewhere_findings(config, report))
     found.refuse()
     listed = ", ".join(f"{key} ({path})" for key, path in absent)
     found.notes.insert(

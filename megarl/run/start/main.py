@@ -3,9 +3,8 @@
 A user's mistake ends with one message and exit code 2 before anything starts. A failure of the run ends with one
 message (of the first rank that failed), exit code 1 and "failed" in RUN_DIR/summary.json and RUN_DIR/exit.json. A run
 that stops on request (megarl/common/rundir/run_files.py) exits with 0 if it saved its last step. If it could not, it
-exits with 1, or with 0 while torchrun (--max-restarts) would start the ranks again for another code: RUN_DIR/exit.json
-has the reason and the step that is saved. A run that has trained all steps, but could not save the last one, has
-failed.
+exits with 1, or with 0 while torchrun (--max-restarts) would restart the ranks for another code. RUN_DIR/exit.json has
+the reason and the saved step. A run that has trained all steps but could not save the last one has failed.
 """
 
 from __future__ import annotations
@@ -64,12 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_intermixed_args(arguments)
     begin_start()
     rank, restarted = int(os.environ.get("RANK", "0")), is_restart(os.environ)
-    end_before_start(speaks=_tells_of_signals(rank))
+    end_before_start(speaks=_reports_signals(rank))
     try:
         overrides = run_overrides(options)
         config = load_config(options.config, overrides)
         if options.dry_run:
-            dry_run(config, sys.stdout, overrides=overrides, tell=mistake_printer(options), whole=options.all)
+            dry_run(config, sys.stdout, overrides=overrides, report=mistake_printer(options), whole=options.all)
             return
         plan = make_plan(config)
         _check_launch(plan.pools.nodes, config.trainer.gpus, config.run_dir)
@@ -80,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if rank == 0 and not restarted:
             check_endpoint(config.telemetry)
             if not is_checked(os.environ):  # by `megarl train`
-                check_start(config, plan.info, mistake_printer(options)).tell_start(sys.stderr)
+                check_start(config, plan.info, mistake_printer(options)).print_start(sys.stderr)
         claim = claim_for_ranks(config.run_dir, config.timeouts.node_s, rank, force=options.force and not restarted)
     except (ConfigError, ValueError, FileNotFoundError, TimeoutError) as error:
         if rank != 0:
@@ -94,9 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(run(config, plan, claim))
 
 
-def _tells_of_signals(rank: int) -> bool:
-    """Whether this rank reports stop signals: rank 0 does, unless a launch script started it. Then the script and the
-    node's agent, from which a rank's signals come, report and record them.
+def _reports_signals(rank: int) -> bool:
+    """Return whether this rank reports stop signals: rank 0 does, unless a launch script started it.
+
+    Then the script and the node's agent, which send the signals to ranks, report and record them.
     """
     return rank == 0 and LAUNCH_ID_VARIABLE not in os.environ
 
@@ -207,19 +207,19 @@ def _train(
 ) -> int:
     """Build the session and train. Return 0; 1 if the run was stopped, could not save there and is not restarted.
 
-    `this_start`: the config of this start of the ranks, without `auto`. The pool gets `config`, that of the launch, so
-    that a restart of the ranks finds it unchanged and keeps the pool. `report`: as in `_run`.
+    `this_start`: the config of this start of the ranks, without `auto`. The pool gets the launch's `config`, so
+    restarted ranks find it unchanged and keep the pool. `report`: as in `_run`.
     """
     from megarl.cluster.nodes.topology import stop_seconds
     from megarl.cluster.pool.network import one_node_environment
-    from megarl.cluster.torchrun.rendezvous import tell_seconds_to_stop
+    from megarl.cluster.torchrun.rendezvous import request_seconds_to_stop
     from megarl.common.process.processes import die_with_parent
 
     die_with_parent()
     os.environ.update(one_node_environment(config.ray))
     rank = int(os.environ["RANK"])
     signals = StopSignals(
-        config.run_dir, config.checkpoint_dir, terminal, speaks=_tells_of_signals(rank), mine=holder_for_ranks()
+        config.run_dir, config.checkpoint_dir, terminal, speaks=_reports_signals(rank), mine=holder_for_ranks()
     )
     signals.install()
     launch = _launch_pool(config.model_dump_json(), config.run_dir, config.timeouts) if rank == 0 else None
@@ -236,7 +236,7 @@ def _train(
         use_huge_pages()
     store = join_peers(platform.backend, config.timeouts.collective_s, config.run_dir)
     if rank == 0:
-        tell_seconds_to_stop(os.environ, stop_seconds(config.launch, config.timeouts), config.timeouts.collective_s)
+        request_seconds_to_stop(os.environ, stop_seconds(config.launch, config.timeouts), config.timeouts.collective_s)
     # After rank 0 has moved those of an earlier run aside.
     begin_events(config.run_dir, rank, config.telemetry.events_mib)
     if rank == 0:

@@ -31,8 +31,8 @@ def claim_for_ranks(
     A rank that torchrun has not started holds the claim itself. `what`: the command, for messages. `force`: take it
     even if another run holds it.
 
-    A launch has claimed it before it started the ranks, and its agent renews the claim. Raises ConfigError if another
-    run holds RUN_DIR, and TimeoutError if this one does not get it.
+    A launch claims it before it starts the ranks, and its agent renews the claim. Raises ConfigError if another run
+    holds RUN_DIR, and TimeoutError if this run does not get it.
     """
     mine = holder_for_ranks(what)
     if mine.launch is None and rank == 0:

@@ -1,9 +1,8 @@
-"""Compares the policy that sampled the tokens of a step, possibly with other weights, with the policy that the step
-updates.
+"""Compares the policy that sampled a step's tokens, possibly with older weights, with the policy that the step updates.
 
-The engines' log-probs are compared with the trainer's: over all tokens, and by the source of each, which is a replica
-and a version lag. Before an update, masks take tokens out, and the interpolated proximal policy is set. Every rank
-finds the same buckets of sources from the tags of the batch, so the sums of all ranks can be added.
+The engines' log-probs are compared with the trainer's over all tokens, and by origin: replica and version lag. Before
+an update, masks remove tokens, and the interpolated proximal policy is set. Every rank derives the same origin buckets
+from the tags of the batch, so the ranks' sums can be added.
 
 Shapes: `_R` the response tokens of one sample.
 """
@@ -34,7 +33,7 @@ _VECTORS: Codec[list[list[float]]] = codec_of(list[list[float]])
 
 @dataclass(frozen=True)
 class OriginComparison:
-    """The comparison of all tokens, and of those of each lag, and of each replica by lag, without what has no tokens.
+    """The comparison over all tokens, by lag, and by replica and lag. Entries without tokens are left out.
 
     `by_replica` has only replicas with a slot.
     """
@@ -103,8 +102,8 @@ class StepMeasures:
     """The measurements of a step just before its first update changes the weights; equal on every rank.
 
     `compared`: engine (old) against trainer (new) over all compared tokens, by the names of `LossStats.means`; None if
-    the step makes no update. `gaps`: the same by source, changed by the methods alone; those of later updates of the
-    step are added when they have been made. `entropy`: of the policy, in nats per token; None if it was not measured.
+    the step makes no update. `gaps`: the same by origin, changed only by the methods; later updates of the step add
+    theirs. `entropy`: of the policy, in nats per token; None if it was not measured.
     """
 
     sources: TokenOrigins
@@ -146,7 +145,7 @@ class StepMeasures:
         self.compared = LossStats.merge(stats for stats, _ in everyone).means()
 
     def compare_in_update(self, values: Mapping[str, float], gaps: OriginGaps | None) -> None:
-        """Adopt the findings of the first update: its metrics and `gaps`; None if a pass has compared all."""
+        """Adopt the results of the first update: its metrics and `gaps`; None if a pass has compared all tokens."""
         self.entropy = values.get("entropy") if values["tokens"] else None
         if gaps is not None:
             self.compared, self.gaps, self._by_source = engine_against_trainer(values), gaps, None
@@ -179,8 +178,8 @@ def reject_before_updates(
 ) -> tuple[dict[str, int], dict[str, float]]:
     """Remove the tokens that the masks leave out from the loss masks of this replica's samples. Collective.
 
-    Returns the number of tokens that each sample of any replica still trains, and the numbers of `correction/*` over
-    every token that was trained before. The samples must have the trainer's log-probs.
+    Returns the number of tokens that each sample of any replica still trains, and `correction/*` over the tokens before
+    masking. The samples must have the trainer's log-probs.
     """
     parts, own = [LossStats.zeros()], {}
     for key, sample in samples.items():
@@ -211,7 +210,7 @@ def set_interpolation(
 
 
 def token_lags(row: Trajectory, version: int) -> list[int]:
-    """Return, of each response token, the number of updates from the weights that sampled it to those of `version`.
+    """Return for each response token the number of updates between the weights that sampled it and `version`.
 
     0 for tokens that the model did not sample.
     """

@@ -31,7 +31,7 @@ class ReuseError(ValueError):
 class GroupOutcome:
     """Numbers of groups by how they ended; every admitted group ends in exactly one of the first four ways.
 
-    `reused`: groups that an earlier step has trained, which thereby have ended, and that this one trains again.
+    `reused`: groups that an earlier step has trained and settled, and that this one trains again.
     """
 
     trained: int
@@ -45,10 +45,10 @@ class GroupOutcome:
 class StepPlan:
     """The samples that a step trains on. `mini_batches[m][d]`: keys of the samples of mini-batch m on DP rank d.
 
-    `tags`: those of all samples of the batch by key; `version`: the version of the weights that the step updates;
-    `stale`: keys of the samples of groups that were dropped as stale; `reused`: ids of the groups that an earlier step
-    has trained; `replaced`: ids of the groups without signal that rollout replaced before the batch; `not_finite`: ids
-    of the groups that the step would have trained, if their loss or gradient were finite.
+    `tags`: of all samples of the batch, by key. `version`: of the weights that the step updates. `stale`: keys of the
+    samples of groups dropped as stale. `reused`: ids of groups that an earlier step has trained. `replaced`: ids of
+    groups without signal that rollout replaced before the batch. `not_finite`: ids of groups that the step would have
+    trained if their loss or gradient were finite.
     """
 
     tags: dict[str, SampleTag]
@@ -91,7 +91,7 @@ class StepPlan:
     def skipped(self) -> StepPlan | None:
         """Return the plan of the same batch with nothing to train, whose groups have failed.
 
-        None if it trains groups that an earlier step has trained: these cannot fail any more.
+        None if it trains groups that an earlier step has trained: these are settled and cannot fail.
         """
         if self.reused:
             return None
@@ -119,13 +119,13 @@ def plan_step(
     replaced: Sequence[int] = (),
     reused: Sequence[int] = (),
 ) -> StepPlan:
-    """Shape rewards, filter groups, split the rest by groups into mini-batches and each of these by tokens over DP.
+    """Shape rewards, filter groups, split the rest by groups into mini-batches, and balance each by tokens over DP.
 
-    `version`: the version of the weights about to be updated. A group with two usable samples or more is dropped if the
-    last update of the step would pass the bound on the staleness of its oldest token. `replaced`: ids of the groups
-    without signal that rollout replaced before this batch; they count as filtered. `reused`: ids of the groups of the
-    batch that an earlier step has trained; they are trained like the others, and have ended already. Raises ValueError
-    if a sample or a group appears twice, and ReuseError if one of `reused` cannot be trained.
+    `version`: of the weights about to be updated. A group with at least two usable samples is dropped if its oldest
+    token would exceed the staleness bound at the last update of the step. `replaced`: ids of groups without signal that
+    rollout replaced before this batch; they count as filtered. `reused`: ids of groups of the batch that an earlier
+    step has trained and settled; they are trained like the others. Raises ValueError if a sample or a group appears
+    twice, and ReuseError if one of `reused` cannot be trained.
     """
     pace = pace_of(config)
     _check_replaced(tags, refill_groups(config), replaced)
@@ -203,12 +203,12 @@ def _chunks(items: Sequence[T], parts: int) -> list[list[T]]:
 
 # The prompt groups that a step has trained, counted by the samples that its backward passes have gone through.
 #
-# The rollout side settles groups by the plan of a step. The trainer counts what was really trained, so an update that
-# leaves out a group, or trains one twice, is found.
+# The rollout side settles groups by the plan of a step. The trainer counts what it really trained, which reveals an
+# update that leaves out a group or trains one twice.
 
 
 class CountersDiffer(RuntimeError):  # noqa: N818
-    """The trainer has trained or counted other groups than the rollout side, which counts by the plans of the steps."""
+    """The trainer trained or counted other groups than the rollout side, which counts by the plans of the steps."""
 
 
 def check_trained(plan: StepPlan, keys: Iterable[str]) -> set[int]:

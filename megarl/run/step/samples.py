@@ -1,8 +1,8 @@
 """The samples of a step: made of the rows of its plan, then given the log-probs of teachers, and advantages.
 
-On-policy distillation: the log-probs of teachers with engines come with the rows, those of teachers that the trainer
-holds are computed here. With `algorithm.distill.where: loss` the term `ref_kl` of the loss uses them; its weights leave
-out the samples of data sets without a teacher.
+On-policy distillation: rows bring the log-probs of teachers with engines; those of the trainer's teachers are computed
+here. With `algorithm.distill.where: loss` the term `ref_kl` of the loss uses them; its weights leave out samples of
+data sets without a teacher.
 
 Shapes: R response tokens of one sample.
 """
@@ -151,11 +151,11 @@ def _policy_logprobs(sample: TrainSample) -> Tensor:
 def add_teacher_logprobs(
     policy: Policy, tags: Mapping[str, SampleTag], samples: Mapping[str, TrainSample], config: Config
 ) -> None:
-    """Give the samples of this replica the log-probs of their teachers, as far as rows have not brought them.
+    """Give the samples of this replica the log-probs of their teachers that rows have not brought.
 
     Collective. `tags`: those of the samples of all replicas. With `where: loss` samples without a teacher get zeros, so
-    that all have the stream that the loss needs. Raises ValueError if a row lacks the log-probs that the engines of its
-    teacher have to bring.
+    that all have the stream that the loss needs. Raises ValueError if a row lacks the log-probs of a teacher with
+    engines.
     """
     for each in teacher_passes(config):
         if not any(tag.dataset in each.datasets for tag in tags.values()):

@@ -1,4 +1,4 @@
-"""One training step, from its plan to an updated policy, with no process but the trainer's ranks.
+"""One training step, from its plan to an updated policy, using only the trainer's ranks.
 
 `train_step` needs only a policy, the plan of `plan.py` and this rank's rows; the training loop and `megarl replay`
 share it.
@@ -41,7 +41,7 @@ from megarl.trainer.policy import NonFiniteError, NoTokensError, Policy, StepRef
 
 _KEYS: Codec[list[str]] = codec_of(list[str])
 
-# Is shown the plan of a step and what was measured, once a step, on every rank. It may raise StepRefused.
+# Gets the plan and the measurements, once a step, on every rank. It may raise StepRefused.
 StepWatch = Callable[[StepPlan, StepMeasures], None]
 
 
@@ -64,10 +64,12 @@ def train_step(
     Records `policy/*`, `correction/*`, `mismatch/*` and `reward/shaped_mean`. A mini-batch without a weight in any term
     of the loss makes no update; a step whose groups are all filtered makes none, and records `policy/updates` 0.
 
-    Returns the ids of the groups that the backward passes of the updates have gone through, on all replicas; those of a
-    mini-batch that makes no update count as trained, because nothing of them is left to train. Raises CountersDiffer
-    unless they are those of the plan, each sample once; NonFiniteError before any weight has changed, also if an engine
-    has returned a log-prob that is not finite: its weights, or its arithmetic, may be damaged; and what `watch` raises.
+    Returns the ids of the groups that went through backward passes, on all replicas. Those of a mini-batch that makes
+    no update count as trained, because nothing of them is left to train.
+
+    Raises CountersDiffer unless these are the groups of the plan, each sample once. Raises NonFiniteError before any
+    weight has changed, also if an engine returned a log-prob that is not finite, because its weights or arithmetic may
+    be damaged. An exception of `watch` passes.
     """
     _refuse_bad_logprobs(plan)
     recomputes = recomputes_old_logprobs(config)
@@ -186,7 +188,7 @@ def _mini_batches(
 ) -> list[tuple[list[TrainSample], GlobalCounts]]:
     """Return this rank's samples of each mini-batch, and the counts of all ranks. `kept`: see `mini_batch_counts`.
 
-    One whose samples are all masked, as truncated or by a correction, makes no update: its counts have no tokens.
+    A mini-batch whose samples are all masked, as truncated or by a correction, makes no update: its counts are zero.
     """
     rank = parallel.dp_rank()
     return [

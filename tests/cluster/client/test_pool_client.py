@@ -336,9 +336,9 @@ class Mortal:
             self.dead = True
             raise ray.exceptions.ActorDiedError
         self.asked.append((method, args))
-        steps = args[0] + 1 if method == "commit_and_tell" else 0
+        steps = args[0] + 1 if method == "commit_and_report" else 0
         answers = {
-            "commit_and_tell": Committed(Counters(trained=steps), {"admission": {"steps": steps}}),
+            "commit_and_report": Committed(Counters(trained=steps), {"admission": {"steps": steps}}),
             "wait_batch": BatchReady(args[0] if args else 0, ["0:0"], Counters(), {}, [0]),
             "references": {4: "a"},
         }
@@ -382,11 +382,11 @@ def test_a_commit_at_which_the_controller_dies_is_made_by_the_new_one(
     monkeypatch: pytest.MonkeyPatch, has_run: bool
 ) -> None:
     """Nobody knows whether the old one has made it; the new one begins before it."""
-    old, new = Mortal("old", {"commit_and_tell": has_run}), Mortal("new")
+    old, new = Mortal("old", {"commit_and_report": has_run}), Mortal("new")
     client = Mortals(monkeypatch, old, new).trains()
     assert client.commit(0, trained=1, filtered=0, dropped_stale=0, failed=0).trained == 1
     [(first, (handover,)), (second, args)] = new.asked
-    assert (first, second, args) == ("take_over", "commit_and_tell", (0,))
+    assert (first, second, args) == ("take_over", "commit_and_report", (0,))
     assert handover.history is None and [batch.step for batch in handover.held] == [0] and handover.base == (0, 0)
     assert client._record.now is not None and not client._record.now.held
     assert client.handle.rebuilds == 1

@@ -277,16 +277,16 @@ def test_a_run_directory_of_a_dead_run_is_taken_over_with_the_next_attempt(tmp_p
 
 
 def test_a_long_wait_for_the_engines_is_reported_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "TELL_S", 0.2)
+    monkeypatch.setattr(launch, "REPORT_S", 0.2)
     launch.write_state(tmp_path, state(ProcessId.own()))
     message: list[str] = []
 
-    def tell(text: str) -> None:
+    def report(text: str) -> None:
         message.append(text)
         if len(message) == 2:
             launch.write_state(tmp_path, state(ProcessId.own(), state="ready", namespace="n", partition="p"))
 
-    launch.wait_ready(handle(tmp_path), 30, tell)
+    launch.wait_ready(handle(tmp_path), 30, report)
     assert len(message) == 2
     assert all(
         each.startswith("still waiting for the rollout engines (") and "of at most 30;" in each for each in message

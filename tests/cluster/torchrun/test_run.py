@@ -148,14 +148,14 @@ def test_after_its_first_stop_signal_torchrun_waits_as_long_as_its_ranks_have_re
         "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
         SERVED_BY_VARIABLE: str(os.getppid()),
     }  # fmt: skip
-    rendezvous.tell_seconds_to_stop({**rank, SERVED_BY_VARIABLE: "1"}, 2100, 10.0)  # it is of another torchrun
-    rendezvous.tell_seconds_to_stop({**rank, "TORCHELASTIC_USE_AGENT_STORE": "False"}, 2100, 10.0)
+    rendezvous.request_seconds_to_stop({**rank, SERVED_BY_VARIABLE: "1"}, 2100, 10.0)  # it is of another torchrun
+    rendezvous.request_seconds_to_stop({**rank, "TORCHELASTIC_USE_AGENT_STORE": "False"}, 2100, 10.0)
     agent._shutdown(signal.SIGTERM)
-    rendezvous.tell_seconds_to_stop(rank, 2100, 10.0)
+    rendezvous.request_seconds_to_stop(rank, 2100, 10.0)
     agent._shutdown(signal.SIGTERM)
     agent._shutdown(signal.SIGTERM, timeout=5)
     agent._shutdown()
-    rendezvous.tell_seconds_to_stop(rank, 10**9, 10.0)
+    rendezvous.request_seconds_to_stop(rank, 10**9, 10.0)
     agent._shutdown(signal.SIGTERM)
     store.set(rendezvous.STOP_KEY, "soon")
     agent._shutdown(signal.SIGTERM)
@@ -164,7 +164,7 @@ def test_after_its_first_stop_signal_torchrun_waits_as_long_as_its_ranks_have_re
 
 SAVING = """
 import os, pathlib, signal, sys, time
-from megarl.cluster.torchrun.rendezvous import tell_seconds_to_stop
+from megarl.cluster.torchrun.rendezvous import request_seconds_to_stop
 
 def save(number, frame):
     time.sleep(35.0)  # torchrun's own bound is 30 s
@@ -172,7 +172,7 @@ def save(number, frame):
     sys.exit(0)
 
 signal.signal(signal.SIGTERM, save)
-tell_seconds_to_stop(os.environ, 240, 60.0)
+request_seconds_to_stop(os.environ, 240, 60.0)
 pathlib.Path(sys.argv[1], "ready").touch()
 time.sleep(600)
 """

@@ -237,7 +237,7 @@ class Trainer:
     async def commit(self, batch: BatchReady) -> Counters:
         ended = {"trained": batch.groups, "filtered": [], "dropped_stale": [], "failed": []}
         numbers = {name: len(groups) for name, groups in ended.items()}
-        answer = await self.local.controller.commit_and_tell(batch.step, **numbers, ended=ended)
+        answer = await self.local.controller.commit_and_report(batch.step, **numbers, ended=ended)
         self.record.committed(batch.step, answer.history)
         return answer.counters
 

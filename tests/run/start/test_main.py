@@ -88,7 +88,7 @@ def test_the_first_rank_tells_torchrun_how_long_a_step_and_a_save_may_take(
     monkeypatch.setattr(processes, "die_with_parent", lambda: None)
     monkeypatch.setattr(control_group, "join_peers", lambda *_: ("here", 1))
     monkeypatch.setattr(platforms, "activate", lambda index, **_: Platform(torch.device("cpu"), False, "gloo"))
-    monkeypatch.setattr(rendezvous, "tell_seconds_to_stop", lambda environment, seconds, _: reported.append(seconds))
+    monkeypatch.setattr(rendezvous, "request_seconds_to_stop", lambda environment, seconds, _: reported.append(seconds))
     monkeypatch.setattr(main, "StopSignals", lambda *_, **__: SimpleNamespace(install=lambda: None))
     monkeypatch.setattr(main, "_launch_pool", lambda *arguments: None)
     monkeypatch.setattr(main, "begin_events", begin_events)
@@ -189,7 +189,7 @@ def test_a_rank_tells_of_stop_signals_unless_a_launch_script_does(
     monkeypatch.setattr(stop, "REPORT_S", 0.0)
     monkeypatch.setattr(stop.os, "_exit", lambda code: None)
     terminal = io.StringIO()
-    signals = stop.StopSignals(tmp_path, tmp_path / "checkpoints", terminal, speaks=main._tells_of_signals(rank))
+    signals = stop.StopSignals(tmp_path, tmp_path / "checkpoints", terminal, speaks=main._reports_signals(rank))
     signals.receive(signal.SIGTERM)
     assert ("SIGTERM while the run was starting" in terminal.getvalue()) == tells
     assert (read_exit(tmp_path) is not None) == tells
