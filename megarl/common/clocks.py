@@ -1,4 +1,4 @@
-"""The time that a watcher has seen pass. A suspended machine or watcher proves nothing."""
+"""Clocks of watchers, which stop while the machine or the watcher is suspended."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ GRACE_S = 60.0
 
 
 class WatchedTime:
-    """A clock that stops while its owner does not look: a pause between two looks counts as at most `most_s`. The
-    watched process may have been paused together with the watcher, and still gets its full time to show a sign.
+    """A clock that stops while its owner does not look: a pause between two looks counts as at most `most_s`.
+
+    The watched process may have been paused together with the watcher, and still gets its full time to show a sign.
     """
 
     def __init__(self, most_s: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -67,7 +67,7 @@ class PoolEnded(RolloutError):  # noqa: N818
 
 
 class PartsLost(RolloutError):  # noqa: N818
-    """The rollout controller and the queue have ended; the supervisor starts others, while the engines live on."""
+    """The rollout controller and the queue have ended. The supervisor starts new ones for the live engines."""
 
 
 class ReplicaFailed(RolloutError):  # noqa: N818
@@ -82,7 +82,7 @@ class ReplicaFailed(RolloutError):  # noqa: N818
 
 
 class EngineMayRun(ReplicaFailed):
-    """A replica failed, and its engine may live on, with the memory that it holds."""
+    """A replica failed, and its engine may still run and hold memory."""
 
 
 class NoPlace(ReplicaFailed):
@@ -109,10 +109,9 @@ class WeightSyncError(RuntimeError):
     """A weight sync did not complete; no replica serves its version.
 
     Attributes:
-        version: the version that was to be published.
-        failed_members: members of the sync group or replicas that failed themselves, without those that only lost
-            the connection to a failed member.
-        needs_restart: replicas that failed themselves, or had begun to load and did not finish. Their weights are
+        version: the version that was to be published. failed_members: members of the sync group or replicas that failed
+        themselves. Members that only lost the connection to a failed one are not included. needs_restart: replicas that
+        failed themselves, or had begun to load and did not finish. Their weights are
             undefined, so they have to be replaced.
     """
 
@@ -169,9 +168,9 @@ FIRST_PROMPT = "first prompt"  # begins its name in `Findings.seen`
 class Findings:
     """The findings of one or several checks.
 
-    `problems` refuse the start, as `key: what is wrong; how to fix it`; `warnings` are shown at a start and in a dry
-    run; `notes` in a dry run only: what it has not checked, or what the run will leave out. `seen`: (name, value) of
-    what a dry run shows of the data and of the rewards.
+    `problems` refuse the start, as `key: what is wrong; how to fix it`. `warnings` are shown at a start and in a dry
+    run. `notes`, shown in a dry run only, say what it has not checked or what the run will leave out. `seen`: (name,
+    value) of what a dry run shows of data and rewards.
     """
 
     problems: list[str] = field(default_factory=list)

@@ -1,9 +1,8 @@
-"""A Python program as a child that talks through a socket and can be killed together with all that it started.
+"""A Python program as a child process that talks through a socket and can be killed with everything it started.
 
-The protocol is the same for all: the parent sends a setup, and the child answers with a report, whose `problem` says
-why it cannot work. Every later message is a frame too (`megarl.common.process.frames`), bounded in size and time. The
-child runs code of users, so nothing that it sends is unpickled: it is JSON, and checked. Its side is
-`megarl.common.process.child_program`.
+All use one protocol: the parent sends a setup, and the child answers with a report, whose `problem` says why it cannot
+work. Every message is a frame (`megarl.common.process.frames`), bounded in size and time. The child runs users' code,
+so nothing that it sends is unpickled: it is JSON, and checked. Its side is `megarl.common.process.child_program`.
 """
 
 from __future__ import annotations
@@ -90,9 +89,10 @@ class ChildProcess:
         return report
 
     def kill(self) -> None:
-        """Send SIGKILL to the process and its descendants, and reap it. Any thread may call it, also repeatedly. Its
-        children are killed even if it has already ended, except those that left its session, which then have another
-        parent.
+        """Send SIGKILL to the process and its descendants, and reap it. Any thread may call it, also repeatedly.
+
+        Children are killed even if the process has already ended, except those that left its session and so have
+        another parent.
         """
         if self._process.returncode is not None:
             return

@@ -1,12 +1,11 @@
 """Holds tokens of unfinished responses in vLLM's engine process for a moment, to send them together.
 
-vLLM sends the tokens of each engine step in a message of its own, with three small arrays for each response. To pack,
-send, unpack and file these costs processor time twice, in the engine's process and in its front end. megarl looks at
-unfinished responses only every few seconds (`rollout.report_interval_s`). What ends a response is sent at once, with
-what was held of it.
+vLLM sends one message per engine step, with three small arrays for each response. These cost processor time in the
+engine's process and in its front end. megarl reads unfinished responses only every few seconds
+(`rollout.report_interval_s`). The end of a response is sent at once, with its held tokens.
 
-The order of all messages about one response is kept, and no message holds tokens of two versions of the weights. The
-answer to any call of the engine is preceded by all that was held: after a pause nothing is held.
+The order of messages about one response is kept, and no message has tokens of two weight versions. All held tokens are
+sent before the answer to any call of the engine, so after a pause nothing is held.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ HOLD_S = 0.2  # the gateway's wait between two pieces of a streamed response
 
 
 def hold_within(report_interval_s: float) -> float:
-    """Return for how many seconds an engine may hold outputs, whose unreported tokens are those of one interval.
+    """Return how many seconds an engine may hold outputs, so that unreported tokens are those of one interval.
 
-    Reports are asked for so much earlier, because they lack what is held.
+    Reports are requested that much earlier, because they lack held tokens.
     """
     return min(HOLD_S, report_interval_s / 2)
 

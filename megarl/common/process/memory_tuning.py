@@ -37,11 +37,11 @@ def map_large_blocks(size: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Keep memory that is freed for the next allocation instead of returning it to the system.
+    """Keep freed memory for the next allocation instead of returning it to the system.
 
-    The system clears each page that it gives, and a training step allocates the same activations again and again: with
-    glibc's defaults this takes a sixth of the time of an update of 7,000 tokens at hidden size 128, and more if several
-    processes do it at the same time.
+    The system clears each page that it gives, and every training step allocates the same activations. With glibc's
+    defaults this takes a sixth of an update of 7,000 tokens at hidden size 128, and more if several processes do it at
+    once.
     """
     if (libc := _glibc()) is not None:
         libc.mallopt(_M_MMAP_THRESHOLD, MMAP_OTHERWISE)
@@ -58,8 +58,8 @@ def return_freed_memory() -> None:
 def use_huge_pages() -> None:
     """Let torch ask for huge pages for the tensors of this process from 2 MiB on. Call it before the first tensor.
 
-    The system clears each page that it gives. What comes and goes in each step (a trainer that is parked gives all of
-    its state back) takes 512 times fewer pages then, whose first use costs a third. Linux gives them on request where
+    The system clears each page that it gives. A parked trainer gives back all of its state in each step. Huge pages are
+    512 times fewer, and their first use costs a third of the time. Linux gives them on request where
     /sys/kernel/mm/transparent_hugepage/enabled says `madvise` or `always`.
     """
     import torch
@@ -91,9 +91,9 @@ _PYTHONS_OWN = gc.get_threshold()
 
 
 def begin_start() -> None:
-    """Make collections rare while a process starts. `end_start`, or what sets how it collects later, ends that.
+    """Make collections rare while a process starts, until `end_start` or another setting of the collector.
 
-    Imports make a million objects that all stay; Python's own thresholds visit them again and again meanwhile.
+    Imports make a million objects that all stay. With Python's own thresholds, collections would visit them repeatedly.
     """
     gc.set_threshold(_YOUNG_OBJECTS)
 
@@ -121,18 +121,19 @@ def collect_rarely() -> None:
 def collect_young_objects() -> None:
     """Make collections short in a process whose event loop runs thousands of agent loops.
 
-    Every request, response and state of these is a list of hundreds of tokens, each of which a collection visits, in
-    memory that is mostly in no cache: one of 5,000 new objects stopped such a process for 0.1 s, one of all objects
-    for 0.4 s. Only objects that have just been made are visited here, a few at a time; cycles of older ones stay until
-    a call of `gc.collect`. The loops make next to none: less than one object per trajectory.
+    Their requests, responses and states are lists of hundreds of tokens. A collection visits each token, mostly outside
+    the caches: a collection of 5,000 new objects stopped such a process for 0.1 s, one of all objects for 0.4 s. Here
+    only new objects are visited, a few at a time. Cycles of older ones stay until a call of `gc.collect`; the loops
+    make less than one such object per trajectory.
     """
     gc.set_threshold(_FEW_OBJECTS, _NEVER, _NEVER)
 
 
 def collect_for_loops(*, shipped: bool) -> None:
-    """Choose between both for a process that runs many agent loops. `shipped`: only megarl's own loops, which make
-    almost no cycles. Objects of other loops, such as HTTP clients, may be in cycles that outlive a collection of young
-    objects, and would stay.
+    """Choose between both for a process that runs many agent loops. `shipped`: only megarl's own loops.
+
+    These make almost no cycles. Objects of other loops, such as HTTP clients, may be in cycles that outlive a
+    collection of young objects, and would stay.
     """
     (collect_young_objects if shipped else collect_rarely)()
 

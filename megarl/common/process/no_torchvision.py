@@ -1,8 +1,8 @@
 """Let vLLM run vision-language models without torchvision, as on a CPU: PyPI's torchvision wheel needs CUDA.
 
-transformers then takes Pillow's image processor, and two things are missing, each of which one function replaces.
-They hold for vLLM 0.32 and transformers 5.19. Every process of an engine needs them, also the one in which vLLM looks
-at a model's class, so vLLM's plugin applies them where one of the variables is set.
+transformers then uses Pillow's image processor, and lacks two things, which the functions below supply (vLLM 0.32,
+transformers 5.19). Every process of an engine needs them, also the one that inspects a model's class. So vLLM's plugin
+applies them where one of the variables is set.
 """
 
 from __future__ import annotations

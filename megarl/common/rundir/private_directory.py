@@ -1,9 +1,9 @@
 """The private directory of a run on one host, for sockets and temporary files: mode 0700, an unpredictable name.
 
-It is below the system's temporary directory, because the path of a Unix socket may have 107 bytes at most. Its owner, a
-process, is recorded in it. The owner removes it at its end; the guardian removes it if the owner was killed; and the
-next start of the same user removes those whose owner is dead. Named semaphores and shared memory have no directory, so
-their names begin with that of the private directory and they are removed with it.
+It is below the system's temporary directory, because the path of a Unix socket may have 107 bytes at most. It records
+the process that owns it. The owner removes it at its end. If the owner was killed, the guardian removes it, else the
+next start of the same user. Named semaphores and shared memory have no directory, so their names begin with that of the
+private directory and they are removed with it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def make_private_directory() -> Path:
 
 
 def use_private_directory(directory: Path) -> None:
-    """Let this process and its later children put temporary files and sockets there, and compiled kernels at worst."""
+    """Let this process and its later children put temporary files and sockets there, and if need be compiled
+    kernels.
+    """
     tmp = str(directory / "tmp")
     os.environ.update({VARIABLE: str(directory), "TMPDIR": tmp, "VLLM_RPC_BASE_PATH": tmp})
     tempfile.tempdir = None  # it is looked up once

@@ -1,9 +1,8 @@
 """Keeps a growing file of lines in parts of bounded size: the newest lines in FILE, older ones in numbered files.
 
-`samples.jsonl` is the newest part. When it is full it is renamed to `samples.OFFSET.jsonl`. OFFSET is its position in
-bytes from the beginning of the whole: the bytes of all lines that were ever written before it, also of those that were
-deleted since. So a position means the same before and after a rotation. The newest part begins where the last of the
-numbered ones ends.
+`samples.jsonl` is the newest part. When it is full it is renamed to `samples.OFFSET.jsonl`. OFFSET counts the bytes of
+all lines that were ever written before it, deleted ones included. So a position means the same before and after a
+rotation. The newest part begins where the last numbered one ends.
 """
 
 from __future__ import annotations

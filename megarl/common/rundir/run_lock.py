@@ -1,12 +1,12 @@
 """The claim on a run directory: RUN_DIR/claim.json names the one run that may write there.
 
-A start claims the directory before it moves or writes anything in it. It is refused, and changes nothing, while the
-holder runs: on the same host that is its process, on another one its heartbeat, the file's modification time. One whose
-process is gone, or whose heartbeat is older than `timeouts.node_s`, loses its claim to the next start.
+A start claims the directory before it moves or writes anything there. While the holder runs, the start is refused and
+changes nothing. A holder on the same host is judged by its process, others by their heartbeat, the file's modification
+time. If the process is gone, or the heartbeat is older than `timeouts.node_s`, the next start takes over.
 
-The file is created with O_EXCL and taken over under a lock on it, so one start alone has it. A holder that finds
-another claim than its own (`RunClaim.renew`) was suspended, or lost it to `--force`, and ends. Times
-are those of the file system, because the clocks of two hosts may differ.
+The file is created with O_EXCL and taken over under a lock on it, so only one start wins. A holder that finds another
+run's claim (`RunClaim.renew`) was suspended, or lost it to `--force`, and ends. Times are the file system's, because
+the clocks of two hosts may differ.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _await_silence(run_dir: Path, seen: Sighting, node_s: float, say: Callable[[
 
 
 def _await_end(run_dir: Path, taken: Sighting, node_s: float, say: Callable[[str], object]) -> None:
-    """Wait until the run that lost its claim to `--force` has seen that, and on this host until its process is gone."""
+    """Wait until the run that lost its claim to `--force` has noticed, and on this host until its process is gone."""
     say(
         f"{run_dir} is taken from {taken.holder.describe()}; waiting up to {node_s:.0f} s (timeouts.node_s) for its end"
     )
@@ -231,9 +231,9 @@ def _create(run_dir: Path, mine: Holder) -> bool:
 def _take_over(run_dir: Path, mine: Holder, judged: Sighting, node_s: float) -> bool:
     """Replace the claim that was judged by `mine`. Return False if it is another one by now, or gone.
 
-    Starts that judge one claim at the same moment take turns by a lock on its file, and the first one replaces that
-    file: no reader sees the directory without a claim. Where files cannot be locked, a start that loses the race finds
-    out by `RunClaim.renew`. Raises ConfigError if another start holds the lock for `node_s`.
+    Starts that judge the same claim take turns by a lock on its file, and the first one replaces the file, so readers
+    always see a claim. Where files cannot be locked, the loser of the race finds out by `RunClaim.renew`. Raises
+    ConfigError if another start holds the lock for `node_s`.
     """
     path, deadline = run_dir / CLAIM_FILE, time.monotonic() + node_s
     try:
@@ -266,8 +266,9 @@ def _locked(file: IO[bytes]) -> bool:
 
 
 def other_holder(run_dir: Path, mine: Holder) -> Holder | None:
-    """Return the run that holds `run_dir`, unless it is the run of `mine`. None too if there is no readable claim: only
-    a known holder keeps a run from recording how it ended.
+    """Return the run that holds `run_dir`, unless it is the run of `mine`.
+
+    None also if there is no readable claim: only a known holder keeps a run from recording how it ended.
     """
     try:
         seen = Sighting.of(run_dir)
@@ -287,7 +288,7 @@ def in_use(run_dir: Path, seen: Sighting) -> str:
 
 
 def refuse_claimed(run_dir: Path) -> None:
-    """Raise ConfigError if a process of this host that runs holds `run_dir`. Changes nothing and does not wait."""
+    """Raise ConfigError if a live process of this host holds `run_dir`. Changes nothing and does not wait."""
     seen = Sighting.of(run_dir)
     if seen is not None and seen.has_ended() is False:
         raise ConfigError([in_use(run_dir, seen)])

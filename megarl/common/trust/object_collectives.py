@@ -1,8 +1,8 @@
 """Collectives of small objects, which travel as MessagePack of a declared type. Nothing is unpickled.
 
-torch's own object collectives unpickle what a socket delivers, and anyone who reaches a socket of gloo could send it. A
-value of the wrong form is refused before anything is made of it. All ranks of a group call each function together; each
-one returns what it has decoded, the sender too, so that all ranks hold equal values.
+torch's own object collectives unpickle what a socket delivers, and anyone who reaches a gloo socket could send it. Here
+a value of the wrong form is refused before it is used. All ranks of a group call each function together. Each returns
+what it has decoded, the sender too, so all ranks hold equal values.
 """
 
 from __future__ import annotations

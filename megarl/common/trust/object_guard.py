@@ -3,8 +3,8 @@
 megarl's ranks exchange MessagePack (`object_collectives.py`). Megatron-Core and torch still call torch's object
 collectives: for the parameter groups of an optimizer, and to plan, check and load a sharded checkpoint. Those unpickle
 what comes out of a socket (torch 2.13, distributed_c10d.py:3435). When a rank fails, torch sends its exception with the
-traceback to the other ranks: such an exception travels as a RuntimeError that holds the class and the text, because no
-other class of exceptions is admitted, and its traceback as an empty one. What engines exchange is another list
+traceback to the other ranks. Here it travels as a RuntimeError with the class and the text, because no other class of
+exceptions is admitted, and without its traceback. What engines exchange is another list
 (`megarl/weights/receive/engine_guard.py`).
 """
 
@@ -96,7 +96,9 @@ class GuardedUnpickler(pickle.Unpickler):
 
 
 def guard_object_collectives(unpickler: type[GuardedUnpickler] = GuardedUnpickler) -> None:
-    """Make torch's object collectives refuse everything else in this process, and send failures so. Idempotent."""
+    """Make torch's object collectives in this process refuse everything else, and send failures in this form.
+    Idempotent.
+    """
     from torch.distributed import distributed_c10d
 
     for name in ("_pickler", "_unpickler"):

@@ -1,8 +1,8 @@
 """The secret of a run, by which its processes recognise each other's values: RUN_DIR/secret, of mode 0600.
 
-Whichever process needs it first makes it; all others read the same file. So no process waits for another one, and on
-several nodes the shared file system that holds RUN_DIR is all that is needed. It never leaves the file: what is sent
-is a key that was derived from it for one purpose.
+The first process that needs it makes it; all others read the same file. So no process waits for another, and several
+nodes need only the shared file system with RUN_DIR. The secret is never sent: messages use keys that are derived from
+it for one purpose.
 """
 
 from __future__ import annotations

@@ -32,8 +32,10 @@ class BackendKind:
 
 @contextmanager
 def blocking_wait() -> Iterator[None]:
-    """Make a ProcessGroupNCCL created inside report errors and timeouts only through its works. Otherwise NCCL's
-    watchdog ends the whole process after a timeout or a peer's death, so a dead engine would kill a trainer rank.
+    """Make a ProcessGroupNCCL created inside report errors and timeouts only through its works.
+
+    Otherwise NCCL's watchdog ends the whole process after a timeout or a peer's death, so a dead engine would kill a
+    trainer rank.
     """
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)

@@ -13,10 +13,11 @@ class ReplicaHandle(Protocol):
 
     Its methods are `world_size()`, `init_weight_transfer(init_info)`, `pause(clear_cache)`, `start_weight_update()`,
     `update_weights(update_info)`, `finish_weight_update(version)` (None: it stays the same), `resume()`,
-    `abandon_weight_update(ABANDON)` after a sync that another member has interrupted, and `fail(reason)`. One that has
-    abandoned a sync stays paused, and refuses to resume, until it has loaded all weights of a later one. Where engines
-    share the trainer's GPUs also `sleep()`, `wake(part)` with "weights" instead of a pause and "kv_cache" instead of
-    `resume()`, which return the bytes that are held then, and `shutdown()`.
+    `abandon_weight_update(ABANDON)` after a sync that another member has interrupted, and `fail(reason)`. A replica
+    that has abandoned a sync stays paused, and refuses to resume, until it has loaded all weights of a later one.
+
+    Engines on the trainer's GPUs also have `shutdown()`, `sleep()`, and `wake(part)` with "weights" instead of a pause
+    and "kv_cache" instead of `resume()`. The last two return the bytes that are then held.
     """
 
     @property

@@ -1,8 +1,8 @@
-"""A stage of a weight sync: a member's state in it, and a thread that waits for its end, so no member polls.
+"""A stage of a weight sync: a member's state, and a thread that waits for the end of the stage, so no member polls.
 
-A stage (the forming of a group, or a sync) has an *end* key in the store, which is set once: to the result, or to the
-reason of an abort. Every member waits for it in one blocking request. After an abort each member answers once what it
-was doing, even if its main thread is stuck, and the leader finds the cause in the answers.
+A stage is the forming of a group, or a sync. Its *end* key in the store is set once: to the result, or to the reason of
+an abort. Every member waits for it in one blocking request. After an abort each member reports once what it was doing,
+even if its main thread is stuck. The leader finds the cause in these answers.
 """
 
 from __future__ import annotations

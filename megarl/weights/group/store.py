@@ -30,8 +30,8 @@ _serial = 0
 class SyncStore:
     """One process's connection to the store. Only `wait` and the `block` methods wait for keys.
 
-    A connection serves one request at a time: a thread that blocks needs a connection of its own (`connection`).
-    Every method that reads a value raises NotAuthentic if no holder of the key has written it under this name.
+    A connection serves one request at a time, so a thread that blocks needs its own (`connection`). Every method that
+    reads a value raises NotAuthentic if no holder of the key has written it under this name.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ def open_shared_store(name: str, secret: bytes, host: str | None, share: Callabl
     """Open a store that one rank serves for the others; every rank calls it.
 
     `secret`: that of the run. `host`: the address at which this rank serves the store, None on the other ranks.
-    `share`: gives the server's text to all ranks, and may do so in the open: the text is signed, and holds no key.
+    `share`: gives the server's text to all ranks. The text is signed and holds no key, so it may be public.
 
     Raises NotAuthentic if the text is not from a rank of this run, and ConnectionError on the other ranks if the store
     cannot be served.

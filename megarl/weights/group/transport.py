@@ -2,8 +2,8 @@
 
 The group is independent of torch's default group and exists for one *generation*: after any failure it is aborted, and
 the remaining members form the next one. Its ranks are the sending trainer ranks first, then the workers of each replica
-in turn. A member keeps its progress to itself, and waits in a thread for the end of the sync (`stage.py`). A member
-that fails, or whose deadline passes, ends the sync for all. Every wait has a deadline.
+in turn. A member tracks its own progress, and a thread waits for the end of the sync (`stage.py`). A member that fails,
+or whose deadline passes, ends the sync for all. Every wait has a deadline.
 
 Tensors that are broadcast may have any shape.
 """
@@ -80,9 +80,9 @@ class GroupMembers:
 class Group:
     """This process's membership in one generation of the group.
 
-    `stage`: the prefix of the current stage's keys; `buckets`: the number of broadcasts of the current sync;
-    `deadline`: the time at which all waits of the stage end, by `time.monotonic`; `on_streams`: operations run on
-    streams, and their end is observed by polling.
+    `stage`: the prefix of the current stage's keys. `buckets`: the number of broadcasts of the current sync.
+    `deadline`: when all waits of the stage end, by `time.monotonic`. `on_streams`: operations run on streams, and
+    polling observes their end.
 
     Every method that waits may raise PeerTimeout (this member's deadline has passed), SyncAborted (another member
     failed first) or ConnectionLost.
@@ -143,9 +143,10 @@ class Group:
             raise
 
     def _connect(self, timeout_s: float) -> None:
-        """Make the process group and broadcast once, so that NCCL makes its communicator. That is a blocking call
-        without a timeout: a member that dies meanwhile would stop all others. So the call runs in a thread, which is
-        abandoned if it does not return in time, and then aborts its group.
+        """Make the process group and broadcast once, which makes NCCL's communicator.
+
+        That is a blocking call without a timeout: a member that dies meanwhile would stop all others. So the call runs
+        in a thread, which is abandoned if it does not return in time, and then aborts its group.
         """
         lock, abandoned = threading.Lock(), False
         device = self._kind.device
@@ -296,7 +297,7 @@ class PendingBroadcast:
         self._group, self._work, self._tensor, self._bucket = group, work, tensor, bucket
 
     def wait(self, what: str = "a broadcast") -> None:
-        """Wait until the tensor may be read (and, on the sender, written) again, or until an abort or the deadline.
+        """Wait until the tensor may be read (on the sender also written) again, or until an abort or the deadline.
 
         `what`: names the awaited thing in the error.
         """
@@ -347,8 +348,8 @@ def forming_failed(store: SyncStore, generation: int) -> bool:
 def await_members(store: SyncStore, members: GroupMembers, timeout_s: float) -> bool:
     """Wait until all members of a new group are ready, and let them connect. Called by the leader only.
 
-    Returns whether all engine workers load in place; False also if the forming has failed meanwhile.
-    Raises PeerTimeout, on all members, that names those that did not come within `timeout_s` seconds.
+    Returns whether all engine workers load in place; False also if the forming has failed meanwhile. Raises PeerTimeout
+    on all members, naming those that did not come within `timeout_s` seconds.
     """
     stage = f"g{members.generation}/ready"
     keys = {f"{stage}/ready/{rank}": name for rank, name in enumerate(members.names)}

@@ -2,11 +2,11 @@
 
 The payload is read twice: as 64-bit words, and as the 64-bit words that begin four bytes later. Each row of ROW_WORDS
 words is multiplied by fixed random odd coefficients and summed modulo 2**64. A non-linear finaliser mixes the two sums
-of a row with the row's number and the seed; the results of all rows are added up. Two readings are necessary: modulo
-2**64 only the parity of its coefficient acts on the top bit of a word, and all coefficients are odd, so a single
-reading would miss swapped words that differ in the sign of their upper half. Every 32-bit half is the lower half of a
-word in one of the two readings. The seed contains version, bucket and length, so that a bucket of another version has
-another digest.
+of a row with the row's number and the seed; the results of all rows are added up. A single reading is not enough.
+Modulo 2**64 only the parity of a word's coefficient affects the word's top bit, and all coefficients are odd. So one
+reading would miss swapped words that differ in the sign of their upper half. With two readings every 32-bit half is
+once the lower half of a word. The seed contains version, bucket and length, so buckets of different versions have
+different digests.
 
 The digest detects corruption and programming mistakes. It is not cryptographic and does not protect against forgery.
 

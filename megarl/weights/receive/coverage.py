@@ -1,8 +1,8 @@
 """Finds weights of a vLLM model that a sync has not written although the model computes with them.
 
 An engine that starts with dummy weights has random numbers in every tensor. A tensor that no sync brings keeps them
-without an error: vLLM's loaders do not miss a name, and a fused weight counts as loaded after any of its parts.
-So the operations of the loaders are watched, and elements are counted. Tensors may have any shape.
+without an error: vLLM's loaders do not notice a missing name, and a fused weight counts as loaded after any of its
+parts. So this module watches the loaders' operations and counts elements. Tensors may have any shape.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LoadCoverage:
         return _Watch(self)
 
     def note(self, func: OpOverload, args: Sequence[Any]) -> None:
-        """Count what an operation of the loaders writes with these arguments; of most operations that is nothing."""
+        """Count what an operation of the loaders writes with these arguments. Most operations write nothing."""
         if func is torch.ops.aten.copy_.default:
             # A reload copies a weight that it left in place, such as a bias, onto itself.
             if args[0].data_ptr() != args[1].data_ptr() or not args[0].data_ptr():

@@ -3,11 +3,11 @@
 One start/update/finish session is one whole sync: `update_weights` receives all buckets of the plan. After a failure
 of this worker's own the model is partly loaded, although vLLM reports no error, and the replica must be restarted.
 
-If another member fails, `update_weights` returns as if nothing had happened, and the leader finds the failure in the
-report. It must not raise then: vLLM's executor leaves the answers of the engine's other workers unread after an
-exception, and takes them for the answers to later calls (vLLM 0.32, v1/executor/multiproc_executor.py). The session is
-then ended by `update_weights` with ABANDON and by `finish_weight_update`. The weights are a mixture afterwards, until a
-later session has brought all of them; whoever calls the engine must not let it generate before.
+If another member fails, `update_weights` returns normally, and the leader finds the failure in the report. It must not
+raise: after an exception vLLM's executor leaves the answers of the engine's other workers unread, and takes them for
+answers to later calls (vLLM 0.32, v1/executor/multiproc_executor.py). `update_weights` with ABANDON and
+`finish_weight_update` then end the session. The weights are of two versions until a later session has brought all of
+them. The caller must not let the engine generate before that.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[MegarlInitInfo, MegarlUpda
         self._loads, self._interrupted = False, None
 
     def finish_weight_update(self) -> None:
-        """Complete the new weights, if the model got them. Raises WeightSyncError if not all of them have come."""
+        """Complete the new weights, if the model got them. Raises WeightSyncError if some are missing."""
         self._refuse_if_broken()
         if self._interrupted is not None:
             raise WeightSyncError(f"not all weights arrived, so they cannot be completed: {self._interrupted}")

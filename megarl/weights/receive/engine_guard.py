@@ -4,9 +4,9 @@ vLLM 0.32 calls torch's object collectives when an engine with `tensor_parallel`
 graphs: to compare names (parallel_state.py:2602, cpu_communicator.py:77), for handles of memory that GPUs share
 (custom_all_reduce.py:491,745: numbers and tensors; FlashInfer 0.7's comm/cuda_ipc.py: a structure of 128 bytes), for
 what FlashInfer is tuned to (warmup/kernel_warmup.py:400,471, flashinfer_autotune_cache.py:81; FlashInfer's
-comm_backend.py:137,153: text, numbers, booleans, host names and bytes), and to hand out the message queue by which one
-worker tells the others what to run (shm_broadcast.py:1124). Whoever reads that queue unpickles what it finds without a
-limit, so a queue that a stranger could fill is refused: it has to be this user's, on this host.
+comm_backend.py:137,153: text, numbers, booleans, host names and bytes), and to hand out the message queue through which
+one worker sends commands to the others (shm_broadcast.py:1124). A worker that reads this queue unpickles its content
+without a limit. So a queue that a stranger could fill is refused: it must be this user's, on this host.
 """
 
 from __future__ import annotations

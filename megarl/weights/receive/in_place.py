@@ -1,11 +1,11 @@
 """Finds whether an engine's live weights can be overwritten tensor by tensor, without vLLM's layer-wise reload.
 
-The reload (vLLM 0.32, model_executor/model_loader/reload/layerwise.py) does three things in addition to calling the
-weight loaders: it calls them on tensors in the layout that they had when the model was built; it lets each module's
-quant method, and each attention layer, process what was loaded; and it copies the result into the live tensors. So
-calling the loaders on the live tensors gives the same bits if and only if the live tensors still have that layout and
-the processing leaves the weights as they are. That is checked here, module by module, against the layout that vLLM
-recorded and a list of processing steps that were read in vLLM's source. What is not known to be safe is an obstacle.
+The reload (vLLM 0.32, model_executor/model_loader/reload/layerwise.py) calls the weight loaders on tensors in the
+layout that they had when the model was built. Then it lets each module's quant method, and each attention layer,
+process the loaded weights, and copies the result into the live tensors. So calling the loaders on the live tensors
+gives the same bits if and only if these still have that layout and the processing changes nothing. This module checks
+both, module by module, against the layout that vLLM recorded and a list of processing steps from vLLM's source.
+Anything that is not known to be safe is an obstacle.
 
 Tensors may have any shape.
 """

@@ -1,12 +1,12 @@
 """Records which copies vLLM's weight loaders make into live weights, and repeats them without the loaders.
 
-A loader takes about 30 microseconds of Python to find the place of one tensor, each call of `load_weights` some more
-for the whole model, and a mixture of experts has tens of thousands of tensors. For one model the places are always the
-same. So the first sync runs the loaders and records each copy from a received tensor into a weight, as vLLM's own
-backend `sharded_rdt` does; later syncs repeat the copies, in one call per bucket.
+A loader takes about 30 microseconds of Python to find the place of one tensor, and a mixture of experts has tens of
+thousands. For one model the places never change. So the first sync runs the loaders and records each copy from a
+received tensor into a weight, as vLLM's own backend `sharded_rdt` does. Later syncs repeat the copies, in one call per
+bucket.
 
-Only copies can be repeated. If a loader computes with a received tensor, looks at its values, keeps it, or changes a
-weight in another way, then nothing is repeated, and the loaders run in every sync; `obstacle` says why.
+Only copies can be repeated. If a loader computes with a received tensor, reads its values, keeps it, or changes a
+weight in another way, the loaders run in every sync. `obstacle` says why.
 
 Tensors may have any shape.
 """

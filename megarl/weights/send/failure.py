@@ -1,5 +1,6 @@
-"""Interprets a failed weight sync: which members failed, which replicas must be replaced, and why. After a failure each
-member reports it to the leader, or answers what it was doing; the cause follows from these answers.
+"""Interprets a failed weight sync: which members failed, which replicas must be replaced, and why.
+
+After a failure each member reports it to the leader, or what it was doing. The cause follows from these answers.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ def find_cause(
     3. a replica that did not answer;
     4. nobody is named: connections were lost, or the waits form a circle. All waits are the reasons.
 
-    `answers`: what the members were doing, or how they failed; `group`: those that broadcast. `uncalled`: those of
-    them that were not asked to yet, so that a wait for them is nobody's failure.
+    `answers`: what the members were doing, or how they failed. `group`: the members that broadcast. `uncalled`: those
+    of them that were not asked to yet, so a wait for them is no failure.
     """
     calls = list(calls)
     own = [answer for answer in answers if answer.failure is not None and not answer.secondary]

@@ -2,10 +2,11 @@
 
 Order of one sync, over all replicas: wait until the leader has staged its first buckets, while they generate -> pause
 -> start -> update (all buckets) -> compare every worker's digests with the senders' -> finish, which sets the version
--> resume. Engines that share the trainer's GPUs sleep: instead of a pause the memory of their weights wakes, and they
-are resumed when the trainer has left (`sleep.py`). After a failure between start and resume no replica is resumed: if
-the sync is repeated, those that failed are replaced, and the others give up what they have loaded, stay paused and load
-all of it again; if not, all must be replaced.
+-> resume. Engines that share the trainer's GPUs sleep. Instead of a pause the memory of their weights wakes, and they
+resume when the trainer has left (`sleep.py`).
+
+After a failure between start and resume no replica is resumed. If the sync is repeated, failed replicas are replaced,
+and the others discard what they have loaded, stay paused and load everything again. If not, all must be replaced.
 """
 
 from __future__ import annotations
@@ -211,9 +212,9 @@ class EngineCalls:
         """Prepare the replicas for what follows a failed sync; return the names of those that must be replaced.
 
         Those that have not begun to load resume, or are left alone, with the version they have. If the sync `repeats`,
-        the others give up what they have loaded, and stay paused; one that cannot, and all that must be replaced,
-        refuse requests from now on. All at the same time: the trainer ranks wait for the outcome, and a replica that
-        hangs takes EXTRA_WAIT_S to refuse requests, or `rpc_s` otherwise.
+        the others discard what they have loaded, and stay paused. One that cannot, and all that must be replaced,
+        refuse requests from now on. All calls run at the same time, because the trainer ranks wait for the outcome. A
+        hanging replica takes up to EXTRA_WAIT_S to refuse requests, or `rpc_s` otherwise.
         """
         replicas = self._replicas if self._phase != STAGE else []
         calls = [call_in_thread(self._release, replica, failure, repeats) for replica in replicas]
@@ -267,8 +268,8 @@ def call_all(
 ) -> list[Any]:
     """Call `method` on all replicas, each in a thread, and return the results in their order.
 
-    `arguments`: one tuple per replica; None: none. The first failure, of a call or (`aborted`) of another member, cuts
-    the other calls short, which may wait for that member: they have `extra_s` to end. `abort` releases all members.
+    `arguments`: one tuple per replica; None: none. Other calls may wait for a failed member. So after the first
+    failure, of a call or (`aborted`) of another member, they have `extra_s` to end. `abort` releases all members.
 
     Raises:
         CallsFailed: with all failures, and those that came first.

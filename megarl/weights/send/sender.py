@@ -1,14 +1,13 @@
 """The trainer's part of a weight sync. `publish` is collective over all trainer ranks.
 
-There are three roles, often in one process. Ranks that hold parts of tensors take part in gathers, ranks that own
-tensors also pack them into buckets and broadcast these (`sync_attempt.py`). The leader, rank 0, calls the engines in a
-second thread, through `leader.py`, once it has staged its first buckets, and sends the outcome to all ranks. If
-engines failed, the trainer ranks complete the gathers that are left, so that their groups stay in step and the sync can
-be repeated.
+There are three roles, often in one process. Ranks that hold parts of tensors take part in gathers. Ranks that own
+tensors also pack them into buckets and broadcast these (`sync_attempt.py`). The leader, rank 0, calls the engines from
+a second thread (`leader.py`) once it has staged its first buckets, and sends the outcome to all ranks. If engines
+failed, the trainer ranks complete the remaining gathers, so their groups stay in step and the sync can be repeated.
 
-The members of a sync are a group: the ranks that own tensors, and all engine workers. There is one generation after the
-other. The leader asks the pool for its replicas, has failed ones replaced, and sends the names of all members to all
-ranks. Those that send join the group, while the leader has the engines join it, and all learn whether that succeeded.
+The members of a sync form a group: the ranks that own tensors, and all engine workers. To form a new generation the
+leader asks the pool for its replicas, has failed ones replaced, and sends all members' names to all ranks. Sending
+ranks join the group while the leader makes the engines join, and all learn the outcome.
 """
 
 from __future__ import annotations
@@ -104,9 +103,9 @@ class WeightSender:
 
         If replicas have joined or left the pool since the last sync, the group is formed again first.
 
-        A sync that engines make fail is repeated, at most `settings.restarts` times. The engines that failed are
-        replaced. Those that had begun to load when others failed give that up and load everything again; they do not
-        wait for the new ones, which then join with a later sync.
+        If engines make a sync fail, it is repeated at most `settings.restarts` times. Failed engines are replaced.
+        Those that had begun to load discard it and load everything again. They do not wait for the new engines, which
+        join a later sync.
 
         Raises:
             WeightSyncError: on every rank, with the members that failed. No replica then serves the version.
@@ -146,7 +145,7 @@ class WeightSender:
     def _from_leader(self, key: str, wait_s: float, what: str, make: Callable[[EngineCalls], JsonValue]) -> JsonValue:
         """Have rank 0 call `make`, and return its result on every rank, under `key` of this generation in the store.
 
-        Raises WeightSyncError on every rank if `make` raises, and PeerTimeout on others than rank 0 after `wait_s`.
+        Raises WeightSyncError on every rank if `make` raises, and PeerTimeout on other ranks than 0 after `wait_s`.
         `what`: what rank 0 does, for the error.
         """
         key = f"g{self._generation}/{key}"
@@ -174,7 +173,7 @@ class WeightSender:
 
     @property
     def _controller_s(self) -> float:
-        """Seconds in which rank 0 reaches the controller, which may have to be found dead and started again first."""
+        """Seconds in which rank 0 reaches the controller, which may first have to be found dead and restarted."""
         return 8 * self.settings.rpc_s + self.settings.restart_s
 
     def _names(self) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """The leader's calls that take a GPU from the engines for the trainer, and give it back.
 
-Where they share GPUs, engines sleep while the trainer has the memory. A GPU is free only when all of them have said
-that they sleep. A publication wakes the memory of their weights, loads and compares these, and labels them; only then
-does the memory of the cache wake, with which they generate again.
+On shared GPUs engines sleep while the trainer has the memory. A GPU is free only when all engines have confirmed their
+sleep. A publication wakes the memory of the weights, loads and verifies them, and sets the version. Only then does the
+memory of the cache wake, and they generate again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class HeldMemory:
-    """The bytes that each engine was last known to hold, on the GPU of it that had most in use."""
+    """The bytes that each engine was last known to hold on its fullest GPU."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, int] = {}
@@ -40,7 +40,7 @@ class HeldMemory:
 
     @property
     def most_asleep(self) -> int:
-        """The most bytes that an engine holds which sleeps; 0 if that is not known of any."""
+        """The most bytes that a sleeping engine holds; 0 if unknown."""
         return max((held for name, held in self._bytes.items() if name in self._asleep), default=0)
 
     def __str__(self) -> str:
