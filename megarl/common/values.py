@@ -39,6 +39,12 @@ def packed(code: str, values: Sequence[float]) -> bytes:
     return numbers.tobytes()
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 step, 2 steps, 2 processes."""
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def data_url_content(url: str, most: int) -> bytes:
     """Return the bytes of a data URL in base64. Raises ValueError for another URL, and for more than `most` bytes."""
     head, _, content = url.partition(",")
@@ -57,9 +63,9 @@ Copied = TypeVar("Copied")
 def changed(one: Copied, **fields: object) -> Copied:
     """Return a copy of a dataclass with other `fields`, in a sixth of the time of `dataclasses.replace`.
 
-    That looks at every declared field and runs `__init__`, where a frozen class calls `object.__setattr__` for each.
-    Here nothing is run, so this is not for a class that checks or computes anything in `__post_init__`, unless what is
-    changed has no part in that, nor for one with slots or cached properties. Raises TypeError for an unknown field.
+    `replace` looks at every field and runs `__init__`, which in a frozen class calls `object.__setattr__` for each.
+    This function runs nothing. Do not use it for classes with slots or cached properties, or for fields that
+    `__post_init__` checks or uses. Raises TypeError for an unknown field.
     """
     copy = object.__new__(type(one))
     content = vars(copy)

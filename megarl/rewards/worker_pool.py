@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from megarl.common.errors import RolloutError
 from megarl.common.process.child_process import StartError
-from megarl.common.values import GIB
+from megarl.common.values import GIB, counted
 from megarl.rewards.process import Failures, RewardProcess
 from megarl.rewards.types import ErrorReason, OnError, RewardInput, RewardResult, RewardSpec
 
@@ -152,7 +152,7 @@ class RewardPool:
         """Return what the pool works on and how often its functions failed, as the end of a sentence."""
         running = {_name(self.functions[task.function]) for task in list(self._running.values())}
         waiting = len(self._tasks) + len(self._running)
-        parts = [f"{waiting} samples wait for their reward"] if waiting else []
+        parts = [f"waiting for the reward of {counted(waiting, 'sample')}"] if waiting else []
         parts += [f"reward function {name} is running" for name in sorted(running)]
         for spec, failures in zip(self.functions, self._failures, strict=True):
             counts = ", ".join(f"{reason} {count} times" for reason, count in sorted(failures.by_reason.items()))

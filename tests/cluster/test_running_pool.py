@@ -210,7 +210,7 @@ def test_a_group_whose_request_is_refused_is_counted_as_failed(pool: TestPool, r
 def test_wrong_bookkeeping_and_missing_batches_are_errors(pool: TestPool) -> None:
     with pytest.raises(ValueError, match="never taken"):
         pool.client.commit(4, trained=4, filtered=0, dropped_stale=0, failed=0)
-    with pytest.raises(BatchNotReady, match=r"waited 0 s for the batch of step 4; 0 groups in flight"):
+    with pytest.raises(BatchNotReady, match=r"waited 0 s for the batch of step 4; groups in flight: 0"):
         pool.client.wait_batch(4, timeout_s=0.3)
 
 

@@ -198,7 +198,7 @@ def test_a_lost_host_with_engines_only_shrinks_the_pool_which_grows_when_it_is_b
         hosts.lose(3)
         lost = time.monotonic()
         wait_for(
-            lambda: "1 lost ones are started again as soon as there is room" in log.read_text(),
+            lambda: "1 lost, which will be replaced as soon as there is room" in log.read_text(),
             240,
             "the pool to shrink",
             log,
@@ -215,7 +215,7 @@ def test_a_lost_host_with_engines_only_shrinks_the_pool_which_grows_when_it_is_b
         agent = subprocess.Popen(
             [hosts.rsh, hosts.addresses[3], again], env=environment(), stdin=subprocess.DEVNULL, start_new_session=True
         )
-        wait_for(lambda: "1 lost engines are up again" in log.read_text(), 200, "the pool to grow", log)
+        wait_for(lambda: "replaced lost engines: 1" in log.read_text(), 200, "the pool to grow", log)
         engines(2, 100, "steps with both engines")
         print(f"3 steps with both engines {time.monotonic() - back:.0f} s after the host was back")
         process.terminate()  # the launch script, which asks all hosts to stop

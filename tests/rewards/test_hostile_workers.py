@@ -165,7 +165,7 @@ def test_who_waits_is_told_for_which_function() -> None:
         pool.submit(RewardInput("", "hang"))
         pool.submit(RewardInput("", "ok"))
         wait_until(lambda: "is running" in pool.waiting(), 60, "the first sample to be sent")
-        assert pool.waiting().startswith("; 2 samples wait for their reward; reward function")
+        assert pool.waiting().startswith("; waiting for the reward of 2 samples; reward function")
         assert "by_response' is running" in pool.waiting()
 
 

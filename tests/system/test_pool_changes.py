@@ -59,7 +59,7 @@ def test_engines_are_added_drained_and_removed_while_the_run_goes_on(
         both = replicas()
         assert int(both[1]["version"]) >= 1 and both[1]["host"]
         status, reported = pool("add")
-        assert status == 2 and "1 engines cannot be added: Ray has room for 0" in reported
+        assert status == 2 and "cannot add 1 engine: Ray has room for 0" in reported
         status, reported = pool("drain", "0")
         assert status == 0 and "replica 0 is drained" in reported
         goes_on()

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.common.errors import FIRST_PROMPT, Findings
-from megarl.common.values import gib
+from megarl.common.values import counted, gib
 from megarl.config.derived.pools import Pool
 from megarl.config.derived.staleness import group_deadline_s, pace_of
 from megarl.config.loading.marked_yaml import WIDTH, marked_yaml
@@ -60,11 +60,6 @@ def _unit(plan: RunPlan) -> str:
     return "GPU" if plan.device == "cuda" else "process"
 
 
-def _count(number: int, noun: str) -> str:
-    plural = noun + ("es" if noun.endswith("s") else "s")
-    return f"{number} {noun if number == 1 else plural}"
-
-
 def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
     """Yield (name, value) of each line of the summary."""
     layout, info = plan.layout, plan.info
@@ -81,15 +76,15 @@ def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
     count = f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M"
     yield "device path", "CUDA" if plan.device == "cuda" else "CPU (gloo, emulated CUDA calls)"
     yield "model", f"{info.family}, {info.num_layers} layers, {count} parameters{moe}"
-    yield "trainer", f"{_count(plan.ranks, 'rank')}: {' · '.join(parts)}"
-    engines = _count(plan.replicas, "engine")
+    yield "trainer", f"{counted(plan.ranks, 'rank')}: {' · '.join(parts)}"
+    engines = counted(plan.replicas, "engine")
     more = f", places for {plan.most_replicas}" if plan.most_replicas > plan.replicas else ""
-    width = f"{_count(plan.engine_gpus, _unit(plan))}{'' if plan.replicas == 1 else ' each'}"
+    width = f"{counted(plan.engine_gpus, _unit(plan))}{'' if plan.replicas == 1 else ' each'}"
     yield "rollout", f"{engines} of {width}{more}"
     for teacher in plan.teachers:
-        width = f"{_count(teacher.engine_gpus, _unit(plan))}{'' if teacher.replicas == 1 else ' each'}"
+        width = f"{counted(teacher.engine_gpus, _unit(plan))}{'' if teacher.replicas == 1 else ' each'}"
         where = "" if teacher.gpu_share is None else f", on the policy's, of which it takes {teacher.gpu_share:g}"
-        yield f"teacher {teacher.name}", f"{_count(teacher.replicas, 'engine')} of {width}{where}"
+        yield f"teacher {teacher.name}", f"{counted(teacher.replicas, 'engine')} of {width}{where}"
     if plan.device == "cuda":
         where = (
             "the trainer's, in turns"
@@ -108,7 +103,7 @@ def _summary(plan: RunPlan) -> Iterable[tuple[str, str]]:
     if plan.shared is not None:
         yield "shared GPUs", _shared(plan.shared, plan.pools.trainer.gpus_per_node)
     yield "weights load", _loading(plan)
-    yield "step", f"{_count(plan.groups_per_step, 'group')}, {plan.samples_per_step} samples"
+    yield "step", f"{counted(plan.groups_per_step, 'group')}, {plan.samples_per_step} samples"
     yield "update", f"up to {plan.samples_per_update} samples"
     yield "micro-batch", _micro_batch(plan)
     yield "weights", str(pace_of(plan.config))
@@ -126,7 +121,7 @@ def _checkpoints(settings: CheckpointConfig) -> str:
     if not settings.every:
         return "only when the run is asked to stop (checkpoint.every: 0)"
     auto = settings.every == "auto"
-    often = "as often as takes at most 2% of the time" if auto else f"every {_count(int(settings.every), 'step')}"
+    often = "as often as takes at most 2% of the time" if auto else f"every {counted(int(settings.every), 'step')}"
     return f"{often}, and the last step; the newest {settings.keep_last} are kept"
 
 
@@ -193,12 +188,14 @@ def _recompute(trainer: TrainerConfig, megatron: MegatronConfig) -> str:
     if passes_recompute(megatron):
         return "as set in megatron.transformer"
     chosen = trainer.recompute
-    return f"the first {_count(chosen, 'layer')} of each stage" if isinstance(chosen, int) else chosen
+    return f"the first {counted(chosen, 'layer')} of each stage" if isinstance(chosen, int) else chosen
 
 
 def _devices(pool: Pool) -> str:
     listed = ",".join(map(str, pool.devices))
-    return f"{_count(pool.gpus, 'GPU')}: {listed} on {'one node' if pool.nodes == 1 else f'each of {pool.nodes} nodes'}"
+    return (
+        f"{counted(pool.gpus, 'GPU')}: {listed} on {'one node' if pool.nodes == 1 else f'each of {pool.nodes} nodes'}"
+    )
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Table:

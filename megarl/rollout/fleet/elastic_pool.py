@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megarl.common.errors import NoPlace, RolloutError
+from megarl.common.values import counted
 from megarl.config.schema import TimeoutsConfig
 from megarl.rollout.engine.replica_start import EndedReplica, replica_name
 from megarl.rollout.fleet.engine_pool import EnginePool
@@ -162,7 +163,7 @@ class ElasticPool:
         Raises RolloutError if Ray has no room for them, before anything starts, or naming those that did not start.
         """
         if count < 1:
-            raise RolloutError(f"{count} engines cannot be added: give a number of at least 1")
+            raise RolloutError(f"cannot add {count} engines: give a number of at least 1")
         self._refuse_fixed()
         self._refuse_closed()
         indices = await self._reserve_all(count)
@@ -197,8 +198,8 @@ class ElasticPool:
         if table.missing > self._reported_missing:
             self._failures, self._look_at = 0, 0.0
             self._notify(
-                f"the pool continues with {len(table.members)} engines; {table.missing} lost ones are started again as "
-                "soon as there is room"
+                f"the pool continues with {counted(len(table.members), 'engine')}; {table.missing} lost, which will be "
+                "replaced as soon as there is room"
             )
         self._reported_missing = table.missing
         now = time.monotonic()
@@ -223,10 +224,10 @@ class ElasticPool:
         failed = [str(end) for end in ends if end is not None and not isinstance(end, NoPlace)]
         self._failures = self._failures + 1 if failed else 0
         if started:
-            self._notify(f"{started} lost engines are up again; they join with the next publication")
-            events.recovery("engine", f"{started} lost engines are up again in new places")
+            self._notify(f"replaced lost engines: {started}; they join with the next publication")
+            events.recovery("engine", f"replaced lost engines: {started}")
         if failed:
-            self._notify(f"{len(failed)} replacements of lost engines did not start: {failed[0]}")
+            self._notify(f"replacements of lost engines that did not start: {len(failed)}; {failed[0]}")
 
     async def _start_one(self, index: int) -> Exception | None:
         """Start an engine and add it; return its error if it did not start."""
@@ -274,8 +275,9 @@ class ElasticPool:
                 placing = self._fleet.table.unplaced
                 besides = f" besides {placing} that are being started" if placing else ""
                 raise RolloutError(
-                    f"{count} engines cannot be added: Ray has room for {room}{besides}. Remove others, add nodes to "
-                    "the Ray cluster, or start the run with a larger rollout.max_replicas, which keeps places free"
+                    f"cannot add {counted(count, 'engine')}: Ray has room for {room}{besides}. Remove others, add "
+                    "nodes to the Ray cluster, or start the run with a larger rollout.max_replicas, which keeps places "
+                    "free"
                 )
             await asyncio.sleep(LOOK_S)
 

@@ -94,8 +94,8 @@ class StepBatches:
         groups, replaced = sorted(admission.in_flight), admission.counters.replaced
         refilled = f", {replaced} groups without signal replaced (admission.refill)" if replaced else ""
         return BatchNotReady(
-            f"the trainer waited {waited_s:.0f} s for the batch of step {step}; {len(groups)} groups in "
-            f"flight: {groups[:8]}{refilled}, replicas alive: {self._fleet.serving}{working}"
+            f"the trainer waited {waited_s:.0f} s for the batch of step {step}; groups in flight: "
+            f"{len(groups)} {groups[:8]}{refilled}, replicas alive: {self._fleet.serving}{working}"
         )
 
     def take(self, step: int) -> BatchReady | None:

@@ -1,9 +1,9 @@
 """The plan of a weight sync: which bytes of which tensor are in which bucket, and which rank sends the bucket.
 
 Pure arithmetic on names, shapes and dtypes: every member computes the same plan from the same manifest, and compares
-the plan's hash instead of receiving the plan. Invariants (property-tested): every byte of every tensor is in exactly
-one piece, but for tensors that are left out; a bucket has one owner; a bucket and its trailer fit into `bucket_bytes`;
-the pieces of a bucket follow the manifest's order, and buckets are in the order of their first tensors.
+the plan's hash instead of receiving the plan. Invariants (property-tested): every byte of every tensor that is not left
+out is in exactly one piece; a bucket has one owner; a bucket and its trailer fit into `bucket_bytes`; the pieces of a
+bucket follow the manifest's order; buckets are in the order of their first tensors.
 
 Several owners share a layer if its experts are spread over ranks. An owner then fills a bucket with its tensors of
 several layers, although those of other owners are missing between them. A receiver that loads in place does not mind.
@@ -148,10 +148,10 @@ def bucket_plan(
 ) -> BucketPlan:
     """Pack the manifest into buckets of at most `bucket_bytes` (trailer included).
 
-    A tensor that fits into one bucket is never split, so that the receiver can use it in place. A larger tensor is
-    split into byte ranges of whole elements, in buckets of its own. When a receiver has all buckets up to any one, the
-    tensors behind the first missing one belong to `layer_span` layers, counted from the layer of that tensor. None:
-    no limit. `left_out`: names of tensors that every member has already.
+    A tensor that fits into one bucket is never split, so the receiver can use it in place. A larger tensor is split
+    into byte ranges of whole elements, in its own buckets. `layer_span`: after any bucket, all received tensors behind
+    the first missing one are within this many layers of it; None: no limit. `left_out`: names of tensors that every
+    member has already.
 
     Raises:
         ValueError: `bucket_bytes` is too small for one aligned element, `specs_of` refuses the manifest, or a tensor to
@@ -159,7 +159,7 @@ def bucket_plan(
     """
     specs, omitted = specs_of(manifest), frozenset(left_out)
     if unknown := omitted - {spec.name for spec in specs}:
-        raise ValueError(f"{len(unknown)} tensors to leave out are not in the plan, such as {min(unknown)}")
+        raise ValueError(f"tensors to leave out that are not in the plan: {len(unknown)}, such as {min(unknown)}")
     return BucketPlan(specs, _pack(specs, bucket_bytes, layer_span, omitted), bucket_bytes, layer_span, omitted)
 
 

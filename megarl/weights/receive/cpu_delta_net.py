@@ -52,7 +52,7 @@ def _in_fp32(
         return
     step: Any = context.attn_metadata[layer.prefix]
     if step.spec_sequence_masks is not None:
-        raise ValueError("speculative decoding is not supported in fp32 on a CPU")
+        raise ValueError("fp32 on a CPU has no speculative decoding: remove rollout.engine_kwargs.speculative_config")
     if step.num_actual_tokens:
         decay_TH = -layer.A_log.exp() * functional.softplus(a_TH + layer.dt_bias)
         _attend(layer, step, mixed_TX, decay_TH, b_TH.sigmoid(), out_THV)

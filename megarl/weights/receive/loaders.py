@@ -4,13 +4,12 @@ The reload calls each weight loader twice (once on meta tensors, to count elemen
 layers, and needs memory for a second copy of the layer. `in_place.py` says when it can be avoided, for the model or
 for its embeddings alone, and `recorded_copies.py` then spares the loaders too.
 
-vLLM has no call that ends a reload which did not get all tensors, so that another one can begin. A reload (vLLM 0.32,
-model_executor/model_loader/reload/layerwise.py) sets each module's live tensors aside, puts tensors on the meta device
-in their place, and gives these loaders that keep what they are given. As soon as a module has all of its tensors, they
-are processed and copied into the live ones, which are put back. So after an interruption between two calls of the
-loaders a module either has its live tensors, with the new weights, or they are set aside with the old ones. The latter
-are put back by `undo_reload` as vLLM does it for a module that got no tensor, and what was kept for the module is
-dropped. The weights are then a mixture, of which a later reload overwrites every module.
+vLLM cannot end an incomplete reload. A reload (vLLM 0.32, model_executor/model_loader/reload/layerwise.py) sets each
+module's live tensors aside and puts meta tensors in their place, whose loaders keep what they get. When a module has
+all its tensors, vLLM processes them, copies them into the live ones, and puts these back. So after an interruption
+between two loader calls, a module either has its live tensors with the new weights, or they are set aside with the old
+ones. `undo_reload` puts the latter back, as vLLM does for a module that got no tensor, and drops what was kept. The
+weights are then of two versions, and a later reload overwrites every module.
 
 Shapes: B bytes of a flat uint8 buffer; tensors without a suffix may have any shape.
 """
@@ -43,8 +42,8 @@ LiveTensor: TypeAlias = tuple[int, int, torch.Size, tuple[int, ...]]
 class ModelLoader:
     """Loads the tensors of one engine worker. One sync is `start`, `load` for every bucket, `finish`.
 
-    If any of them raises, the model is partly loaded and unusable. If not all buckets arrive, `abandon` ends the sync;
-    the model is usable again after a later sync, which brings every weight.
+    If one of them raises, the model is partly loaded and unusable. If buckets are missing, `abandon` ends the sync, and
+    a later sync that brings every weight makes the model usable again.
     """
 
     def __init__(
@@ -80,8 +79,10 @@ class ModelLoader:
         return in_place_obstacle(self._model, self._device.type)
 
     def check_next_sync(self) -> None:
-        """Make the next sync check that it brings every weight: the first of a group, whose tensors may differ, or the
-        first after a sleep, which lost every weight and its padding.
+        """Make the next sync check that it brings every weight.
+
+        It is the first of a group, whose tensors may differ, or the first after a sleep, which lost every weight and
+        its padding.
         """
         self._check_next = True
 
@@ -191,7 +192,7 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
 def undo_reload(model: Any, before: dict[str, LiveTensor]) -> None:  # noqa: ANN401  # its attributes are vLLM's
     """Put back the live tensors of all modules that a reload has not completed. `before`: those of the whole model.
 
-    It must not be called after an exception of a loader, or of a module's processing.
+    Do not call it after an exception of a loader or of a module's processing.
 
     Raises:
         WeightSyncError: the model does not compute with the same tensors as before. It must not be used any more.
@@ -209,7 +210,8 @@ def undo_reload(model: Any, before: dict[str, LiveTensor]) -> None:  # noqa: ANN
     wrong += [name for name, module in model.named_modules() if get_layerwise_info(module).can_load()]
     if wrong:
         raise WeightSyncError(
-            f"an interrupted reload left {len(wrong)} tensors or modules that the engine cannot use: {wrong[:10]}"
+            f"an interrupted reload left tensors or modules that the engine cannot use, so it must be replaced: "
+            f"{len(wrong)}, such as {wrong[:10]}"
         )
 
 

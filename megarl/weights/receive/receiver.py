@@ -1,8 +1,8 @@
 """The receiving half of a weight sync: receives each bucket, checks its digest, loads its tensors.
 
-While one bucket is checked and loaded, the next one is received; after a part of a split tensor only when the part has
-left its buffer, because the whole tensor takes memory too. A bucket whose digest differs from its trailer is
-never loaded. Independent of vLLM: the loader (`loaders.py`) loads the tensors.
+While one bucket is checked and loaded, the next one is received. After a part of a split tensor the next one waits
+until the part has left its buffer, because the whole tensor takes memory too. A bucket whose digest differs from its
+trailer is never loaded. Independent of vLLM: the loader (`loaders.py`) loads the tensors.
 
 Shapes: B bytes of a flat uint8 buffer.
 """
@@ -43,8 +43,8 @@ class Receiver:
 
         Raises:
             ValueError: `plan_hash` is that of another plan, the plan mixes layers and the loader cannot take that, or
-                it leaves out tensors that have not come yet.
-            WeightSyncError: the sync failed. This exception and all exceptions of the loader are raised after the
+            it leaves out tensors that have not arrived yet. WeightSyncError: the sync failed. This exception and all
+            exceptions of the loader are raised after the
                 failure was reported, the other members were released and this group was aborted.
         """
         group = self.group
@@ -54,9 +54,12 @@ class Receiver:
         group.begin(sync, len(self.plan.buckets), timeout_s)
         try:
             if plan_hash != self.plan.hash:
-                raise ValueError(f"this sync follows plan {plan_hash}, {group.name} has {self.plan.hash}")
+                raise ValueError(
+                    f"this sync follows plan {plan_hash}, {group.name} has {self.plan.hash}: trainer and engines must "
+                    "run the same version of megarl"
+                )
             if left_out and not self.has_all:
-                raise ValueError(f"this sync leaves out {len(left_out)} tensors, which {group.name} has not got yet")
+                raise ValueError(f"this sync leaves out tensors that {group.name} has not got yet: {len(left_out)}")
             if layer_span is None and self._loader.obstacle is not None:
                 raise ValueError(
                     "the plan of this sync mixes the tensors of all layers, which needs an engine that loads in place; "
@@ -118,7 +121,8 @@ class Receiver:
         if value != sent:
             raise DigestMismatch(
                 f"bucket {bucket.index + 1} of version {version} from trainer rank {bucket.owner} has digest "
-                f"{value & (2**64 - 1):016x}, its trailer says {sent & (2**64 - 1):016x}; it was not loaded"
+                f"{value & (2**64 - 1):016x}, its trailer says {sent & (2**64 - 1):016x}; it was not loaded. If "
+                "this repeats, check the memory of both devices and the network between them"
             )
         return value
 
@@ -156,8 +160,8 @@ class ReceiveBuffers:
     """Two receive buffers, which are reused until the sync is over.
 
     A loader may keep references to loaded tensors until their module is complete. Before a buffer is reused, the loader
-    copies the tensors that it still refers to (at most a part of one fused module). If anything else refers to the
-    buffer, a new buffer replaces it.
+    copies the tensors that it still needs (at most a part of one fused module). If anything else refers to the buffer,
+    a new one replaces it.
     """
 
     def __init__(self, nbytes: int, device: torch.device, loader: ModelLoader) -> None:

@@ -1,10 +1,9 @@
-"""vLLM's CPU worker with a sleep that gives memory back and loses what it held, as that of a GPU does.
+"""vLLM's CPU worker with a sleep that frees memory and loses its contents, as on a GPU.
 
-vLLM 0.32's own CPU worker ignores sleep: its weights survive, so a test on it would pass even if nothing was loaded
-after it. This one keeps the semantics of vLLM's allocator on GPUs (device_allocator/cumem.py): addresses stay, pages
-go, contents are lost. Registered buffers are saved and restored, as level 2 does there. A layer that computes with a
-packed copy of its weight gets a function that raises in its place, so an engine that is woken without a load cannot
-serve.
+vLLM 0.32's own CPU worker ignores sleep and keeps its weights, so a test would pass even if nothing was loaded after a
+sleep. This worker behaves like vLLM's allocator on GPUs (device_allocator/cumem.py): addresses stay, pages are freed,
+contents are lost. Registered buffers are saved and restored, as at level 2 there. Where a layer computes with a packed
+copy of its weight, a function that raises replaces the copy, so an engine that wakes without a load cannot serve.
 
 oneDNN compiles a kernel of about 0.3 MiB for each weight shape and number of tokens in a batch, and keeps it after the
 weights are gone. vLLM keeps 32 per weight shape (0.32, model_executor/layers/utils.py) and oneDNN 1,024 in all, so an
@@ -92,7 +91,10 @@ def _asleep(layer: str) -> Callable[..., NoReturn]:
     """Return what stands for a packed copy: a closure, by which `in_place.py` knows that it must be made again."""
 
     def refuse(*_: Any) -> NoReturn:  # noqa: ANN401  # whatever the layer computes with
-        raise RuntimeError(f"the weights of a {layer} were lost in the engine's sleep, and none have been loaded since")
+        raise RuntimeError(
+            f"the weights of a {layer} were lost in the engine's sleep, and none have been loaded since: publish "
+            "before it generates"
+        )
 
     return refuse
 

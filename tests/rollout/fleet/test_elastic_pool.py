@@ -176,8 +176,8 @@ async def test_all_others_lost_while_a_new_one_waits_for_its_weights_asks_for_a_
         (lambda elastic: elastic.drain(1), "replica 1 is already drained"),
         (lambda elastic: elastic.drain(0), "replica 0 cannot be drained: no other replica serves training now"),
         (lambda elastic: elastic.remove(0), "replica 0 cannot be removed: no other replica serves training now"),
-        (lambda elastic: elastic.add(0), "0 engines cannot be added: give a number of at least 1"),
-        (lambda elastic: elastic.add(3), "3 engines cannot be added: Ray has room for 2. Remove others"),
+        (lambda elastic: elastic.add(0), "cannot add 0 engines: give a number of at least 1"),
+        (lambda elastic: elastic.add(3), "cannot add 3 engines: Ray has room for 2. Remove others"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_and_changes_nothing(
@@ -217,14 +217,14 @@ async def test_a_replica_without_a_place_leaves_the_pool_and_comes_back_under_a_
     await pool.elastic.tend()
     await pool.elastic.tend()
     [message] = pool.messages
-    assert "continues with 1 engines; 1 lost ones are started again as soon as there is room" in message
+    assert "continues with 1 engine; 1 lost, which will be replaced as soon as there is room" in message
     pool.room = 4
     pool.elastic._look_at = 0.0
     await asyncio.sleep(0.05)  # in which the look that found no place ends
     await pool.elastic.tend()
     while fleet.table.missing:
         await asyncio.sleep(0.01)
-    assert pool.room == 3 and "1 lost engines are up again" in pool.messages[-1]
+    assert pool.room == 3 and "replaced lost engines: 1" in pool.messages[-1]
     assert await publish(fleet) == fleet.serving == [0, 2]
     with pytest.raises(NoPlace, match="no node has room for replica 0"):
         await fleet.restart([0, 2])
@@ -263,7 +263,7 @@ async def test_two_changes_at_once_do_not_take_the_same_place(monkeypatch: pytes
     await asyncio.sleep(0.5)
     pool.may_place.set()
     refused, done = sorted(map(str, await ends))
-    assert "1 engines cannot be added: Ray has room for 0 besides 1 that are being started" in refused
+    assert "cannot add 1 engine: Ray has room for 0 besides 1 that are being started" in refused
     assert done == "replica 1 joins the pool with the next publication of the weights"
     assert pool.room == 0 and fleet.table.unplaced == 0
 

@@ -92,7 +92,7 @@ async def test_versions_without_admission_start_nothing(local: LocalController) 
 async def test_a_batch_that_does_not_come_names_the_groups_in_flight(local: LocalController) -> None:
     local.fleet.held = {1}
     await local.controller.set_version(0)
-    said = r"waited 0 s for the batch of step 0; 1 groups in flight: \[1\].*; 3 samples wait for their reward"
+    said = r"waited 0 s for the batch of step 0; groups in flight: 1 \[1\].*; waiting for the reward of 3 samples"
     with pytest.raises(BatchNotReady, match=said):
         await local.controller.wait_batch(0, 0.1)
     await local.controller.shutdown()
@@ -105,7 +105,7 @@ async def test_on_shared_gpus_a_batch_waits_for_all_groups_up_to_the_next_public
     local.fleet.held = {GROUPS}  # one of the second step
     await controller.set_version(0, admit=False)
     assert (await controller.admit(0)).in_flight == 2 * GROUPS
-    with pytest.raises(BatchNotReady, match=rf"1 groups in flight: \[{GROUPS}\]"):
+    with pytest.raises(BatchNotReady, match=rf"groups in flight: 1 \[{GROUPS}\]"):
         await controller.wait_batch(0, 0.2)
     missing = await controller.wait_batch(0, WAIT_S, True)
     assert missing == PublicationNeeded("the engines sleep, and groups up to the next publication are missing")
@@ -254,7 +254,7 @@ async def test_an_evaluation_that_does_not_end_names_what_it_waits_for(make: Mak
         return []
 
     local.controller._evaluations.run = never  # type: ignore[method-assign]
-    with pytest.raises(RolloutError, match=r"generate_s\) for an evaluation; .*; 3 samples wait for their reward"):
+    with pytest.raises(RolloutError, match=r"generate_s\) for an evaluation; .*; waiting for the reward of 3 samples"):
         await local.controller.evaluate(0, "before")
 
 
@@ -322,7 +322,7 @@ async def test_a_batch_that_does_not_come_says_how_many_groups_were_replaced(ref
     await local.controller.set_version(0)
     while (await local.controller.counters()).ready < GROUPS - 1:
         await asyncio.sleep(0.01)
-    with pytest.raises(RolloutError, match=r"in flight: \[3\], 3 groups without signal replaced \(admission.refill\)"):
+    with pytest.raises(RolloutError, match=r"flight: 1 \[3\], 3 groups without signal replaced \(admission.refill\)"):
         await local.controller.wait_batch(0, 0.1)
     await local.controller.shutdown()
 

@@ -137,7 +137,7 @@ class FakeRewards:
         return reward if isinstance(reward, RewardResult) else RewardResult(reward)
 
     def waiting(self) -> str:
-        return "; 3 samples wait for their reward"
+        return "; waiting for the reward of 3 samples"
 
     def close(self) -> None: ...
 

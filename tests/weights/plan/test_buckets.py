@@ -184,7 +184,7 @@ def test_mistakes_are_named() -> None:
         specs_of([TensorSpec("a", (1,), "float32", 0), TensorSpec("a", (1,), "float32", 0)])
     with pytest.raises(ValueError, match="complex64"):
         specs_of([TensorSpec("a", (1,), "complex64", 0)])
-    with pytest.raises(ValueError, match="1 tensors to leave out are not in the plan, such as b"):
+    with pytest.raises(ValueError, match="tensors to leave out that are not in the plan: 1, such as b"):
         bucket_plan([TensorSpec("a", (4, 4), "float32", 0)], 1024, left_out=["b"])
 
 

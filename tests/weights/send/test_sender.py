@@ -294,7 +294,7 @@ def test_a_worker_that_lacks_what_a_sync_leaves_out_refuses_it() -> None:
     sender.connect(pool)
     sender.publish(0)
     pool.replicas()[1]._receivers[0].has_all = False
-    with pytest.raises(WeightSyncError, match="leaves out 3 tensors, which engine replica 1 worker 0 has not got yet"):
+    with pytest.raises(WeightSyncError, match="leaves out tensors that engine replica 1 worker 0 has not got yet: 3"):
         sender.publish(1)
     assert [replica.version for replica in pool.replicas()] == ["0", "0"]
 
