@@ -9,8 +9,8 @@ shows before its end where it is):
   abort of NCCL in blocking mode; a publish behind pending work, and its deadline
 - digest: a bucket's digest on the device against the CPU's, and its time against a copy
 - export: a mixture of experts exported and packed on the device against its files
-- parity: log-probs, dense and MoE, fp32 and bf16, and of two layers of Qwen3-8B's sizes, against transformers on the
-  CPU; updates lower the loss
+- parity: log-probs, dense, MoE and with Gated DeltaNet, fp32 and bf16, and of two layers of Qwen3-8B's sizes, against
+  transformers on the CPU; updates lower the loss
 - speed: bf16 updates at Qwen3-8B's layer sizes against a matrix product, the memory plan, and new lengths
 - head: the chunked log-probs at Qwen3's vocabulary against torch.compile
 - state: save and resume, the reference model's offload

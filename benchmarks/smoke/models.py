@@ -30,9 +30,11 @@ LAYER_8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers"
 Pairs = list[tuple[list[int], list[int]]]
 
 
-def small_model(directory: Path, *, moe: bool = False, **sizes: float) -> None:
-    """Write a small random model whose log-probs differ from token to token."""
-    make_model(directory, moe=moe, **{**SMALL, "initializer_range": 0.1, **sizes})
+def small_model(directory: Path, *, family: str = "dense", **sizes: float) -> None:
+    """Write a small random model whose log-probs differ from token to token. `family`: dense, moe or delta."""
+    # DeltaNet layers amplify bf16 rounding more.
+    sizes = {**SMALL, "initializer_range": 0.06 if family == "delta" else 0.1, **sizes}
+    make_model(directory, moe=family == "moe", delta=family == "delta", **sizes)
 
 
 def write_config(directory: Path, sizes: dict[str, int]) -> None:

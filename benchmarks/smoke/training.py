@@ -33,7 +33,7 @@ RANKS_S = 140.0  # for both ranks together; the step that starts them has longer
 
 
 def parity(where: Where) -> tuple[list[Ratio], list[str]]:
-    """Compare log-probs with transformers in fp32 on the CPU, dense and MoE, and train a few updates.
+    """Compare log-probs with transformers in fp32 on the CPU, of three kinds of models, and train a few updates.
 
     Two layers of Qwen3-8B's sizes are compared only: a GPU has other kernels for them than for small ones.
     """
@@ -41,8 +41,8 @@ def parity(where: Where) -> tuple[list[Ratio], list[str]]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         reference = {}
-        for family in ("dense", "moe"):
-            models.small_model(Path(folder, family), moe=family == "moe")
+        for family in ("dense", "moe", "delta"):
+            models.small_model(Path(folder, family), family=family)
             reference[family] = models.reference_logprobs(Path(folder, family), pairs)
         large = Path(folder, "large")
         large_pairs = models.make_pairs(4, range(8, 42, 9) if where.tiny else range(64, 257, 64))

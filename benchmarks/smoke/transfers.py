@@ -67,7 +67,7 @@ def export_step(where: Where) -> tuple[list[Ratio], list[str]]:
 
     sizes = {} if where.tiny else {"hidden_size": 1024, "moe_intermediate_size": 768, "num_experts": 32}
     with tempfile.TemporaryDirectory() as folder:
-        models.small_model(Path(folder), moe=True, **sizes)
+        models.small_model(Path(folder), family="moe", **sizes)
         files = {name: each for path in Path(folder).glob("*.safetensors") for name, each in load_file(path).items()}
         models.join(models.free_address(), 0, 1)
         config = models.make_config(Path(folder), trainer={"precision": "fp32"})
