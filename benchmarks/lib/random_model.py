@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 
 
 def make_model(directory: Path, *, moe: bool = False, delta: bool = False, **sizes: Any) -> None:

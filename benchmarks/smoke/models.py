@@ -32,8 +32,9 @@ Pairs = list[tuple[list[int], list[int]]]
 
 def small_model(directory: Path, *, family: str = "dense", **sizes: float) -> None:
     """Write a small random model whose log-probs differ from token to token. `family`: dense, moe or delta."""
-    # DeltaNet layers amplify bf16 rounding more.
-    sizes = {**SMALL, "initializer_range": 0.06 if family == "delta" else 0.1, **sizes}
+    # Qwen3.5's size of a head, which has kernels of its own. DeltaNet layers amplify bf16 rounding more.
+    own = {"head_dim": 256, "initializer_range": 0.06} if family == "delta" else {"initializer_range": 0.1}
+    sizes = {**SMALL, **own, **sizes}
     make_model(directory, moe=family == "moe", delta=family == "delta", **sizes)
 
 
