@@ -41,7 +41,15 @@ from megarl.config.derived.hardware import local_gpus
 from megarl.config.derived.logprob_passes import correction_problems
 from megarl.config.derived.pools import resolve_pools
 from megarl.config.derived.staleness import evaluation_problems, pace_problems
-from megarl.config.schema import Config, ModelConfig, RolloutConfig, RunConfig, WeightSyncConfig
+from megarl.config.schema import (
+    Config,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+    VisionConfig,
+    WeightSyncConfig,
+)
 from megarl.config.schema.agent import HARNESS, SHIPPED_LOOPS
 from megarl.config.schema.data import CurriculumConfig, EvaluationConfig, RewardConfig
 from megarl.config.schema.job import CheckpointConfig, GatewayConfig, LaunchConfig, TimeoutsConfig
@@ -118,7 +126,7 @@ def check(config: Config, *, device: DeviceType | None = None, files: bool = Tru
         layout.router_replay_problems(config, info),
         _lengths(config, info),
         _vision(config, info),
-        _patches(config, info),
+        _patches(config.trainer, config.model.vision, info),
         teacher_problems(config, info, max_sequence_tokens(config, info), files=files),
     )
     problems += itertools.chain.from_iterable(of_model)
@@ -383,8 +391,8 @@ def _shape(model: ModelConfig, info: ModelInfo) -> Iterator[str]:
         )
 
 
-def _patches(config: Config, info: ModelInfo) -> Iterator[str]:
-    most, vision = config.trainer.micro_batch_patches, config.model.vision
+def _patches(trainer: TrainerConfig, vision: VisionConfig, info: ModelInfo) -> Iterator[str]:
+    most = trainer.micro_batch_patches
     if info.vision is None or most is None:
         return
     needed = vision.images_per_prompt * (vision.max_pixels // info.vision.patch**2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megarl.config.checks import layout
 from megarl.config.checks.engine import engine_problems
@@ -15,7 +15,7 @@ from megarl.config.derived.teachers import (
     sharing_teachers,
     vocabulary_difference,
 )
-from megarl.config.schema import Config
+from megarl.config.schema import Config, RolloutConfig
 from megarl.config.schema.algorithm import TeacherConfig
 from megarl.config.schema.data import DataConfig
 from megarl.models.architecture.architecture import ModelInfo
@@ -37,7 +37,7 @@ def teacher_problems(config: Config, info: ModelInfo, longest: int, *, files: bo
             "algorithm.distill.where: the loss has one KL term (ref_kl), and algorithm.kl.coef uses it for the "
             "reference; set algorithm.kl.where=reward, algorithm.kl.coef=0, or algorithm.distill.where=advantage"
         )
-    yield from _share_problems(config)
+    yield from _share_problems(config.rollout, config.teachers)
     for index, teacher in enumerate(config.teachers):
         key = f"teachers.{index}"
         if teacher.where == "engine":
@@ -85,12 +85,12 @@ def _engine_problems(config: Config, teacher: TeacherConfig, key: str) -> Iterat
         yield f"{key}.{problem.removeprefix('rollout.')}"
 
 
-def _share_problems(config: Config) -> Iterator[str]:
+def _share_problems(rollout: RolloutConfig, teachers: Sequence[TeacherConfig]) -> Iterator[str]:
     """Yield why teachers' engines cannot share the GPUs of the policy's engines."""
-    sharing, rollout = sharing_teachers(config.teachers), config.rollout
+    sharing = sharing_teachers(teachers)
     if not sharing:
         return
-    keys = {each.name: f"teachers.{index}" for index, each in enumerate(config.teachers)}
+    keys = {each.name: f"teachers.{index}" for index, each in enumerate(teachers)}
     first = keys[sharing[0].name]
     wide = {"rollout": rollout.tensor_parallel} | {keys[each.name]: each.tensor_parallel for each in sharing}
     if spread := [f"{key}.tensor_parallel" for key, gpus in wide.items() if gpus > 1]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.derived.datasets import train_sets
-from megarl.config.schema import Config
+from megarl.config.schema import Config, RolloutConfig
 from megarl.config.schema.algorithm import DistillConfig, TeacherConfig
 from megarl.models.hf.model_files import hf_files
 
@@ -40,10 +40,10 @@ def sharing_teachers(teachers: Sequence[TeacherConfig]) -> list[TeacherConfig]:
     return [each for each in engine_teachers(teachers) if each.gpu_share is not None]
 
 
-def policy_gpus(config: Config) -> float:
+def policy_gpus(rollout: RolloutConfig, teachers: Sequence[TeacherConfig]) -> float:
     """Return the GPUs that Ray gives an engine of the policy; less than 1 if it shares one with a teacher's."""
-    share = max((each.gpu_share or 0.0 for each in sharing_teachers(config.teachers)), default=None)
-    return config.rollout.tensor_parallel if share is None else round(1.0 - share + _LESS, 4)
+    share = max((each.gpu_share or 0.0 for each in sharing_teachers(teachers)), default=None)
+    return rollout.tensor_parallel if share is None else round(1.0 - share + _LESS, 4)
 
 
 def teacher_gpus(teacher: TeacherConfig) -> float:

@@ -231,12 +231,12 @@ def without_units(text: str) -> str:
         return str(number.numerator) if number.denominator == 1 else text
     value = _UNITS.sub("", text)
     unit = text[len(value) :].replace(r"\cdot", "")
-    number = value[-1:] in tuple("0123456789})!%")
+    is_number = value[-1:] in tuple("0123456789})!%")
     if value.endswith(r"\pi"):
-        number = re.search("[a-zA-Z]{2}", unit) is not None  # one letter may be a height or a mass
-    elif not number:
-        number = r"\text" in unit and known_unit(unit) is not None  # of 3x
-    return value if value != text and number else text
+        is_number = re.search("[a-zA-Z]{2}", unit) is not None  # one letter may be a height or a mass
+    elif not is_number:
+        is_number = r"\text" in unit and known_unit(unit) is not None  # of 3x
+    return value if value != text and is_number else text
 
 
 def known_unit(text: str) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 from megarl.common.errors import RequestFailed, RolloutError, ToolFailed, TrajectoryFull
 from megarl.common.imports import imported
 from megarl.common.trust.secret_references import resolved
-from megarl.config.schema import Config
+from megarl.config.schema import ModelConfig, TrainerConfig
 from megarl.config.schema.agent import HARNESS, SINGLE_TURN, TOOL_AGENT, AgentConfig
 from megarl.evaluation.accuracy import SampleFailure, ScoredResponse
 from megarl.models.hf.read_config import load_info
@@ -292,11 +292,11 @@ class SingleTurn:
         return trajectory(ctx.group_id, ctx.sample_index, ctx.prompt.ids, result, outcome)
 
 
-def routes_spec(config: Config) -> RoutesSpec | None:
+def routes_spec(trainer: TrainerConfig, model: ModelConfig) -> RoutesSpec | None:
     """Return the shape of the routes the trainer replays; None unless `trainer.router_replay` is r3."""
-    if config.trainer.router_replay != "r3":
+    if trainer.router_replay != "r3":
         return None
-    info = load_info(config.model.path)
+    info = load_info(model.path)
     return RoutesSpec(sum(info.moe_layers), info.topk, info.num_experts or 0)
 
 

@@ -33,7 +33,8 @@ def create_replica(spec: ReplicaSpec, index: int) -> ActorHandle:
     """
     import ray
 
-    needs = engine_needs(policy_gpus(Config.model_validate_json(spec.config_json)), cuda=spec.cuda)
+    config = Config.model_validate_json(spec.config_json)
+    needs = engine_needs(policy_gpus(config.rollout, config.teachers), cuda=spec.cuda)
     options = {"num_gpus": needs.pop("GPU", 0), "num_cpus": needs.pop("CPU"), "max_concurrency": MOST_CALLS}
     return (
         ray.remote(EngineReplica)

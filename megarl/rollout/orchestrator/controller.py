@@ -143,7 +143,7 @@ class RolloutController(PoolController):
             teachers=None if self._workers else attach_teachers(
                 teachers_by_set(config), self.spec.namespace, timeouts.generate_s, by_group=config.run.deterministic
             ),
-            routes=routes_spec(config),
+            routes=routes_spec(config.trainer, config.model),
         )  # fmt: skip
         self._join()
         exempt_present_objects()

@@ -81,7 +81,8 @@ class PoolController:
             if not isinstance(replica, EndedReplica):
                 ray.kill(replica)
 
-        needs, notify = engine_needs(policy_gpus(self.config), cuda=self.spec.cuda), partial(write_notice, self.run_dir)
+        needs = engine_needs(policy_gpus(rollout, self.config.teachers), cuda=self.spec.cuda)
+        notify = partial(write_notice, self.run_dir)
         self.elastic = ElasticPool(
             self._fleet, timeouts, start, end, partial(free_places, needs), notify, fixed=rollout.share_gpus
         )

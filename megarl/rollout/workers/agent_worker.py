@@ -121,7 +121,7 @@ class AgentWorker:
                 teachers_by_set(config), self.spec.pool.namespace, config.timeouts.generate_s,
                 by_group=config.run.deterministic,
             ),
-            routes=routes_spec(config),
+            routes=routes_spec(config.trainer, config.model),
         )  # fmt: skip
         self._loops = WorkerLoops(host, self._rewards.waiting)
         self._passing = asyncio.create_task(self._loops.pass_on())

@@ -81,7 +81,10 @@ class Session:
         self.batches = BatchSource(config, self.pool, self.peers, self.recorder)
         self._stop_vote = StopVote(config.run_dir, self.peers, signals)
         self.evaluations = Evaluations(config, self.pool, self.recorder, self._stop_vote.asked)
-        self.gpus = SharedGpus(config, self.policy, self.peers, self.recorder, self.pool.engine_handles, planned)
+        self.gpus = SharedGpus(
+            self.policy, self.peers, self.recorder, self.pool.engine_handles, planned,
+            shared=config.rollout.share_gpus, rpc_s=config.timeouts.rpc_s,
+        )  # fmt: skip
         self.monitor = RunMonitor(config.monitor, self.pool, self.recorder, lambda: self.gpus.residue.values)
         settings = SyncSettings.of(config.weight_sync, config.timeouts, config.run_dir, asleep=self.gpus.shared)
         self.sender = WeightSender(

@@ -14,7 +14,6 @@ from megarl import platforms
 from megarl.common.trust.object_collectives import Codec, codec_of
 from megarl.common.values import GIB
 from megarl.config.memory_plan.shared_gpus import SharedMemory
-from megarl.config.schema import Config
 from megarl.run.loop.gpu_turns import GpuTurns, Turn
 from megarl.run.ranks.control_group import ControlGroup
 from megarl.run.record.recorder import Recorder
@@ -77,16 +76,17 @@ class SharedGpus:
 
     def __init__(
         self,
-        config: Config,
         policy: Policy,
         peers: ControlGroup,
         recorder: Recorder,
         engines: Callable[[], EngineHandles | None],
         planned: SharedMemory | None,
+        *,
+        shared: bool,
+        rpc_s: float,
     ) -> None:
         """`engines`: the handles of the pool, on rank 0. `planned`: None if it is not known."""
-        self.shared = config.rollout.share_gpus
-        self._rpc_s, self._policy = config.timeouts.rpc_s, policy
+        self.shared, self._rpc_s, self._policy = shared, rpc_s, policy
         self._peers, self._recorder, self._engines = peers, recorder, engines
         self._turns = GpuTurns()
         self._held = HeldMemory()

@@ -17,7 +17,7 @@ from megarl.common.errors import Findings
 from megarl.common.values import GIB
 from megarl.config.checks.sections import detect_device
 from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets, reward_functions
-from megarl.config.schema import Config
+from megarl.config.schema import Config, TrainerConfig
 from megarl.config.schema.agent import SINGLE_TURN
 from megarl.config.schema.data import RewardConfig
 from megarl.data.check_files import ReportMistake, data_file_findings, first_prompts
@@ -120,14 +120,14 @@ def start_findings(config: Config, info: ModelInfo, report: ReportMistake | None
         found.add(data_file_findings(all_sets(config), report))
         found.add(_tokenizer_and_agent(config, info, first, whole=report is not None))
         found.add(Findings(list(weight_problems(loaded, info))))
-        found.add(Findings(list(resume_problems(config, info)), list(_missing_kernels(config, info))))
+        found.add(Findings(list(resume_problems(config, info)), list(_missing_kernels(config.trainer, info))))
         found.add(reward_findings(config.reward, calls))
     return found
 
 
-def _missing_kernels(config: Config, info: ModelInfo) -> Iterator[str]:
+def _missing_kernels(trainer: TrainerConfig, info: ModelInfo) -> Iterator[str]:
     """Yield a warning if DeltaNet layers would run on GPUs without the kernels that the plan counts on."""
-    if info.delta and config.trainer.precision == "bf16" and detect_device() == "cuda" and find_spec("fla") is None:
+    if info.delta and trainer.precision == "bf16" and detect_device() == "cuda" and find_spec("fla") is None:
         yield (
             "fla-core is not installed: the trainer's Gated DeltaNet layers run in PyTorch, which is slower and needs "
             "more memory than the plan counts; run make setup-gpu"

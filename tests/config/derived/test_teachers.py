@@ -242,7 +242,8 @@ def test_its_engines_may_be_on_the_gpus_of_the_policys(student: Path, teacher: P
     made = config(student, data, teachers=[own], data__teacher="big", rollout=rollout)
     pool = resolve_pools(made).rollout
     assert pool.gpus == 3 and engines_per_node(pool, made.rollout, made.teachers) == 6
-    assert policy_gpus(made) > 0.5 and policy_gpus(made) + teacher_gpus(made.teachers[0]) == 1.0
+    gpus = policy_gpus(made.rollout, made.teachers)
+    assert gpus > 0.5 and gpus + teacher_gpus(made.teachers[0]) == 1.0
     assert problems(student, data, [own], data__teacher="big", rollout=rollout) == []
     several = config(student, data, teachers=[{**own, "replicas": 8}], data__teacher="big",
                      rollout=rollout | {"replicas": 8, "gpus_per_node": 4, "nodes": "separate"})  # fmt: skip

@@ -15,7 +15,6 @@ from megarl.config.memory_plan.shared_gpus import SharedMemory
 from megarl.run.loop import shared_gpus
 from megarl.run.loop.shared_gpus import Residue, SharedGpus
 from megarl.weights.send.sleep import HeldMemory
-from tests.support.trainer.configs import config as config_of
 
 
 def residue(*kept_gib: float, side: str = "engine", planned: float = 4.0) -> Residue:
@@ -77,10 +76,9 @@ def test_each_hand_over_measures_both_sides(monkeypatch: pytest.MonkeyPatch) -> 
         metrics=SimpleNamespace(record=lambda *each: recorded.append(each)),
     )
     planned = SharedMemory(Memory((), None), 0, parked=2 * GIB, asleep=6 * GIB)
-    config = config_of("model", rollout__share_gpus=True)
     engines: Any = SimpleNamespace(replicas=list)
     policy: Any = SimpleNamespace(memory=memory)
-    gpus = SharedGpus(config, policy, peers, recorder, lambda: engines, planned)  # type: ignore[arg-type]
+    gpus = SharedGpus(policy, peers, recorder, lambda: engines, planned, shared=True, rpc_s=60.0)  # type: ignore[arg-type]
     gpus.publish()
     gpus.generate()
     assert gpus.residue.values == {"residue": 2.0}, "a rank keeps 4 GiB of 2"

@@ -53,7 +53,7 @@ def devices(actors: list[Any]) -> list[str]:
 def test_each_gpu_has_one_engine_of_the_policy_and_one_of_the_teacher(config: Config, spec: ReplicaSpec) -> None:
     import ray
 
-    assert engine_needs(policy_gpus(config), cuda=True)["GPU"] == pytest.approx(0.5, abs=0.002)
+    assert engine_needs(policy_gpus(config.rollout, config.teachers), cuda=True)["GPU"] == pytest.approx(0.5, abs=0.002)
     assert engine_needs(teacher_gpus(config.teachers[0]), cuda=True)["GPU"] == pytest.approx(0.5, abs=0.002)
     policy = [create_replica(spec, index) for index in range(GPUS)]
     of_policy = devices(policy)
