@@ -118,7 +118,7 @@ def speed(where: Where) -> tuple[list[Ratio], list[str]]:
 
 
 def _speed_rows(where: Where, config: Config, policy: Policy, tokens: int) -> list[Ratio]:
-    from megarl.run.record.performance import Performance
+    from megarl.run.record.batch_metrics import Performance
 
     length = tokens // 4
     vocabulary = policy.info.vocab_size

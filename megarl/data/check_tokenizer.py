@@ -15,8 +15,7 @@ from megarl.config.checks.sections import evaluation_prompt_limit, prompt_limit
 from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets
 from megarl.config.schema import Config
 from megarl.data.check_files import most_rows
-from megarl.data.dataset import load_prompts
-from megarl.data.demonstrations import DemonstrationEncoder, end_token
+from megarl.data.dataset import DemonstrationEncoder, end_token, load_prompts
 from megarl.models.architecture.architecture import ModelInfo
 
 SHOWN_CHARACTERS = 600  # of each end of the first prompt

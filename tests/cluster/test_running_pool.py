@@ -27,7 +27,7 @@ from megarl.cluster.pool.pool_process import launch_supervisor, read_state
 from megarl.common.errors import BatchNotReady, ReplicaFailed, RequestFailed, RolloutError
 from megarl.common.process import held_outputs
 from megarl.common.process.processes import descendants, is_alive
-from megarl.data.cursor import Cursor
+from megarl.data.mixture import Cursor
 from megarl.queue.trajectory import VersionSpan
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.engine.continuation import ResponsesSoFar

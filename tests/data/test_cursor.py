@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.cursor import Cursor, epoch_order
+from megarl.data.mixture import Cursor, epoch_order
 
 
 @given(st.integers(1, 60), st.integers(0, 2**63), st.integers(0, 150), st.booleans())

@@ -11,8 +11,7 @@ from transformers import AutoTokenizer
 
 from megarl.chat.tokenize import PromptEncoder, PromptTooLongError, end_of_turn_ids, stop_token_ids
 from megarl.config.schema.data import DataConfig
-from megarl.data.dataset import load_prompts
-from megarl.data.demonstrations import DemonstrationEncoder, end_token
+from megarl.data.dataset import DemonstrationEncoder, end_token, load_prompts
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:

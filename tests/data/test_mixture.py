@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.cursor import Cursor
-from megarl.data.mixture import Mixture
+from megarl.data.mixture import Cursor, Mixture
 
 GROUPS = 300
 WEIGHTS = st.lists(st.sampled_from([0.0, 1e-3, 0.1, 0.3, 1 / 3, 0.7, 1.0, 2.5, 1e6]), min_size=2, max_size=5).filter(

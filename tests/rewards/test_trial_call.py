@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.rewards.trial_call import TrialCall, TrialProblem, TrialScore, trials
 from megarl.rewards.types import RewardInput, RewardSpec
+from megarl.run.start.checks import TrialCall, TrialProblem, TrialScore, trials
 
 FUNCTIONS = """
 import os, time

@@ -14,8 +14,7 @@ from pydantic_core import PydanticUndefined
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.interface.registry import FunctionRegistry
 from megarl.algorithms.losses import LOSSES
-from megarl.config.loading.key_levels import level, ordered
-from megarl.config.loading.load import section_of
+from megarl.config.loading.load import level, ordered, section_of
 from megarl.config.megatron.reserved import RESERVED
 from megarl.config.schema import Config
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.correction.config import CorrectionSpec, WeightKind
-from megarl.algorithms.correction.masks import Rejection, reject
-from megarl.algorithms.correction.ratios import LogRatios, TrainedTokens, bounded_exp
+from megarl.algorithms.correction.masks import LogRatios, Rejection, TrainedTokens, bounded_exp, reject
 
 __all__ = ["CorrectionSpec", "TokenWeights", "importance_weights", "proximal_logprobs"]
 

@@ -75,9 +75,9 @@ class OwnedRange:
 def optimizer_shards(optimizer: MegatronOptimizer, model: Mapping[str, Sharded]) -> ShardTree:
     """Return the shards `optimizer.state.{param, exp_avg, exp_avg_sq}.KEY`, nested by parameter and state.
 
-    Data are views of the optimizer's tensors. `optimizer`: not a chained one. `model`: from
-    `megarl.checkpoint.format.sharding.model_sharded_state_dict`. A new optimizer first gets zero moments, as its first
-    step would create. Raises ValueError for a parameter that is not in `model`.
+    Data are views of the optimizer's tensors. `optimizer`: not a chained one. `model`: from `training_state`'s
+    `model_sharded_state_dict`. A new optimizer first gets zero moments, as its first step would create. Raises
+    ValueError for a parameter that is not in `model`.
     """
     if not optimizer.optimizer.state:
         _allocate(optimizer.optimizer)

@@ -140,7 +140,7 @@ class PoolActors:
         import ray
 
         from megarl.rollout.orchestrator.controller import RolloutController
-        from megarl.rollout.orchestrator.serving_controller import ServingController
+        from megarl.rollout.orchestrator.pool_controller import ServingController
 
         spec, deadline = self._spec, time.monotonic() + timeout_s
         head = {HEAD_RESOURCE: HEAD_SHARE} if self._own_head else {}

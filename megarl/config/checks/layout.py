@@ -9,8 +9,7 @@ from typing import Any
 from megarl.config.derived.datasets import train_sets
 from megarl.config.derived.logprob_passes import recomputes_old_logprobs
 from megarl.config.derived.pools import trainer_layout
-from megarl.config.megatron import fields as megatron_fields
-from megarl.config.megatron.reserved import GPU_ONLY, Target, passes_recompute, transformer_fields
+from megarl.config.megatron.reserved import GPU_ONLY, Target, field_problem, passes_recompute, transformer_fields
 from megarl.config.schema import Config, MegatronConfig, ParallelConfig, RolloutConfig, TrainerConfig
 from megarl.config.schema.agent import HARNESS
 from megarl.models.architecture.architecture import ModelInfo
@@ -217,7 +216,7 @@ def megatron_problems(trainer: TrainerConfig, megatron: MegatronConfig, device: 
     }
     for target, values in passed.items():
         for name, value in values.items():
-            wrong = megatron_fields.problem(target, name, value)
+            wrong = field_problem(target, name, value)
             if wrong is not None:
                 yield wrong
             elif device == "cpu" and value and name in GPU_ONLY[target]:

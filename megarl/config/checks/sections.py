@@ -23,9 +23,9 @@ from megarl.config.checks.engine import (
     engine_problems,
     head_size_problems,
     liveness_problems,
+    shared_gpus_problems,
 )
 from megarl.config.checks.secrets import secret_problems
-from megarl.config.checks.shared_gpus import shared_gpus_problems
 from megarl.config.checks.teachers import teacher_problems
 from megarl.config.checks.telemetry import ANY_ADDRESS, monitor_problems, telemetry_problems
 from megarl.config.derived.algorithm import algorithm_problems

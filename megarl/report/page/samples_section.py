@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megarl.report.page import html
-from megarl.report.page.bars import BarPart, histogram, legend, stacked
-from megarl.report.page.html import Html, tag
+from megarl.report.page.html import BarPart, Html, histogram, legend, stacked, tag
 from megarl.report.page.sections import chip
 from megarl.report.reading.metrics_file import RunMetrics
 from megarl.report.reading.run_directory import ReportedRun

@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from megarl.report.page import html
-from megarl.report.page.bars import BarPart, legend, stacked
 from megarl.report.page.figures import not_drawn
-from megarl.report.page.html import Html, escape, join, table, tag
+from megarl.report.page.html import BarPart, Html, escape, join, legend, stacked, table, tag
 from megarl.report.reading.advisories import advise, replica_rates, rollout_idle, trainer_idle
 from megarl.report.reading.metrics_file import NO_SIGNAL, RunMetrics, is_graded
 from megarl.report.reading.run_directory import ReportedRun, differences

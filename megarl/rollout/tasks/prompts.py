@@ -30,10 +30,8 @@ from megarl.config.derived.datasets import (
 from megarl.config.schema import Config
 from megarl.config.schema.data import RewardConfig
 from megarl.data.curriculum import Curriculum
-from megarl.data.cursor import Cursor
-from megarl.data.dataset import Prompt, load_prompts
-from megarl.data.demonstrations import DemonstrationEncoder, ShownResponse, end_token
-from megarl.data.mixture import Mixture, stable_hash
+from megarl.data.dataset import DemonstrationEncoder, Prompt, ShownResponse, end_token, load_prompts
+from megarl.data.mixture import Cursor, Mixture, stable_hash
 from megarl.models.hf.read_config import load_info
 from megarl.queue.images import ImageRef
 from megarl.rewards.types import RewardInput, RewardSpec

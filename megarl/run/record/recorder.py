@@ -25,9 +25,8 @@ from megarl.queue.sample_lines import choose_keys, sample_record
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.admission.counters import Counters
 from megarl.run.ranks.control_group import ControlGroup
-from megarl.run.record.batch_metrics import nothing_trained, record_batch
+from megarl.run.record.batch_metrics import Performance, nothing_trained, peak_memory_gib, record_batch
 from megarl.run.record.events import StepEvents, end_of_history
-from megarl.run.record.performance import Performance, peak_memory_gib
 from megarl.run.step.plan import CountersDiffer, StepPlan
 from megarl.telemetry.metrics.declarations import step_metrics
 from megarl.telemetry.metrics.summary import RunSummary

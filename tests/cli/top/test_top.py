@@ -27,9 +27,9 @@ from rich.console import Console
 
 from megarl.cli.main import main
 from megarl.cli.top import screen_parts as sections
-from megarl.cli.top.charts import ASCII_BLOCKS, bar, number, percent, sparkline, thinned
 from megarl.cli.top.run_view import RunView, RunWatch
 from megarl.cli.top.screen import Screen
+from megarl.cli.top.screen_parts import ASCII_BLOCKS, bar, number, percent, sparkline, thinned
 from megarl.common.process.processes import ProcessId
 from megarl.common.rundir.notices import write_notice
 from megarl.common.rundir.run_files import ExitRecord, ask_to_stop, write_exit, write_start

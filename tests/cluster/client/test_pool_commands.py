@@ -21,7 +21,7 @@ from megarl.common.process.processes import ProcessId
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
 from megarl.rollout.fleet.elastic_pool import ReplicaReport
 from megarl.rollout.orchestrator.controller import RolloutController
-from megarl.rollout.orchestrator.serving_controller import ServingController
+from megarl.rollout.orchestrator.pool_controller import ServingController
 from tests.support.trainer.configs import config
 
 REPORT = ReplicaReport(0, "node-a", "serving", ("GPU-1", "GPU-2"), "7", 12, 3)

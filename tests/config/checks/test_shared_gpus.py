@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.common.errors import ConfigError
-from megarl.config.checks.shared_gpus import shared_gpus_problems
+from megarl.config.checks.engine import shared_gpus_problems
 from megarl.config.derived.pools import resolve_pools
 from tests.support.trainer.configs import config as config_of
 

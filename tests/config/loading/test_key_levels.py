@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from megarl.config.loading.key_levels import BASIC, level, ordered
-from megarl.config.loading.load import config_from_tree, walk_keys
-from megarl.config.loading.marked_yaml import marked_yaml
+from megarl.config.loading.load import BASIC, config_from_tree, level, ordered, walk_keys
+from megarl.config.memory_plan.plan_tables import marked_yaml
 from megarl.config.schema import Config, RolloutConfig
 from tests.support.trainer.configs import tree
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.config.loading.load import config_from_tree, load_config
-from megarl.config.loading.marked_yaml import WIDTH, marked_yaml
+from megarl.config.memory_plan.plan_tables import WIDTH, marked_yaml
 from tests.support.trainer.configs import tree
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megarl.config.checks.layout import layout_problems
 from megarl.report.page import html
-from megarl.report.page.bars import BarPart, histogram, stacked
 from megarl.report.page.figures import evaluation_figures, figures_of, not_drawn, rounded, run_axis
+from megarl.report.page.html import BarPart, histogram, stacked
 from megarl.report.page.sections import _first_and_last
 from megarl.report.reading.run_directory import differences, distinct_names, flat, layout_of
 from megarl.telemetry.metrics.declarations import REGISTRY

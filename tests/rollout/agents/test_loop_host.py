@@ -12,7 +12,7 @@ import pytest
 
 from megarl.common.errors import RolloutError
 from megarl.config.schema import Config
-from megarl.data.demonstrations import ShownResponse
+from megarl.data.dataset import ShownResponse
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.agents.agent_loop import FROZEN_BYTES, AgentContext, AgentLoop
 from megarl.rollout.agents.loop_host import SingleTurn

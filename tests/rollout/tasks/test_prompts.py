@@ -15,8 +15,8 @@ from megarl.common.errors import ConfigError, RolloutError
 from megarl.config.checks.sections import check, evaluation_prompt_limit, prompt_limit
 from megarl.config.schema import AdmissionConfig, Config
 from megarl.data.curriculum import TrainingProgress
-from megarl.data.cursor import epoch_order
 from megarl.data.dataset import PromptDataset
+from megarl.data.mixture import epoch_order
 from megarl.models.hf.read_config import load_info
 from megarl.rollout.tasks.prompts import PromptSource
 from tests.support.models.tiny import make_tiny_model

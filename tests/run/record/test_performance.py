@@ -8,7 +8,7 @@ import pytest
 
 from megarl.common.values import GIB
 from megarl.models.hf.read_config import load_info
-from megarl.run.record.performance import Performance
+from megarl.run.record.batch_metrics import Performance
 from tests.support.models.tiny import make_tiny_model
 from tests.support.ranks.training.performance import HELD_B
 from tests.support.trainer.configs import config

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.derived.staleness import Pace
-from megarl.data.cursor import Cursor
+from megarl.data.mixture import Cursor
 from megarl.rollout.admission.admission import Admission
 from megarl.run.loop.evaluations import Evaluations
 from megarl.run.loop.monitor import RunMonitor

@@ -13,7 +13,7 @@ import yaml
 from megarl.config.derived.staleness import pace_of, refill_groups
 from megarl.config.loading.load import config_from_tree
 from megarl.config.schema import Config
-from megarl.data.cursor import Cursor
+from megarl.data.mixture import Cursor
 from megarl.queue.dump import write_batch
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.admission.admission import Admission

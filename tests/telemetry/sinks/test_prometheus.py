@@ -24,9 +24,8 @@ from megarl.common.errors import ConfigError
 from megarl.config.schema import Config
 from megarl.telemetry.metrics.declarations import REGISTRY
 from megarl.telemetry.metrics.registry import UndeclaredMetricError
-from megarl.telemetry.sinks import prometheus_names, scrape_server
-from megarl.telemetry.sinks.prometheus import PrometheusSink, check_endpoint, read_endpoint
-from megarl.telemetry.sinks.scrape_server import MOST_CLIENTS, ScrapeServer
+from megarl.telemetry.sinks import prometheus, prometheus_names
+from megarl.telemetry.sinks.prometheus import MOST_CLIENTS, PrometheusSink, ScrapeServer, check_endpoint, read_endpoint
 from megarl.telemetry.sinks.sinks import MetricsWriter
 from tests.support.trainer.configs import config
 from tests.support.waiting import wait_until
@@ -212,7 +211,7 @@ def test_the_nodes_address_is_used_where_an_agent_has_chosen_one(
 def test_silent_clients_hold_no_step_and_no_other_client_for_long(
     sink: PrometheusSink, chosen: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scrape_server, "REQUEST_S", 4.0)
+    monkeypatch.setattr(prometheus, "REQUEST_S", 4.0)
     address = ("127.0.0.1", chosen.telemetry.prometheus_port)
     silent = [socket.create_connection(address, timeout=10) for _ in range(MOST_CLIENTS)]
     try:
@@ -237,7 +236,7 @@ def test_silent_clients_hold_no_step_and_no_other_client_for_long(
 def test_a_client_that_sends_a_byte_at_a_time_is_ended_too(
     sink: PrometheusSink, chosen: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scrape_server, "REQUEST_S", 1.0)
+    monkeypatch.setattr(prometheus, "REQUEST_S", 1.0)
     with socket.create_connection(("127.0.0.1", chosen.telemetry.prometheus_port), timeout=0.1) as client:
         ended, deadline = False, time.monotonic() + 8  # below the bound of a single wait for a byte
         while not ended and time.monotonic() < deadline:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.cli.main import main
 from megarl.telemetry.trace import writer as event_writer_module
-from megarl.telemetry.trace.chrome_trace import TraceWindow, trace_events
-from megarl.telemetry.trace.lanes import ROUNDING_US, Placed, share_lines
+from megarl.telemetry.trace.chrome_trace import ROUNDING_US, Placed, TraceWindow, share_lines, trace_events
 from megarl.telemetry.trace.lines import CONTROLLER, rank_process, replica_process
 from tests.support.telemetry.event_runs import SimulatedClock, event_writer
 from tests.support.telemetry.perfetto import ask_perfetto

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from megarl.telemetry.trace import events, parts
+from megarl.telemetry.trace import events
+from megarl.telemetry.trace import writer as event_writing
 from megarl.telemetry.trace.files import event_files, read_events
 from megarl.telemetry.trace.kinds import UndeclaredEvent
 from megarl.telemetry.trace.lines import CONTROLLER, FOLDER, rank_process, replica_process
@@ -53,7 +54,7 @@ def test_a_disk_that_hangs_delays_nobody_and_what_is_lost_is_counted(
             assert goes_on.wait(300)
         return write(file, data)
 
-    monkeypatch.setattr(parts.os, "write", slow)
+    monkeypatch.setattr(event_writing.os, "write", slow)
     writer = EventWriter(tmp_path, rank_process(0), 10**9)
     writer.start()
     hangs.set()
@@ -88,7 +89,7 @@ def test_a_full_disk_costs_what_it_does_not_take_and_nothing_after(
         return taken
 
     with monkeypatch.context() as patched:
-        patched.setattr(parts.os, "write", full)
+        patched.setattr(event_writing.os, "write", full)
         writer.record("update", 1003.0, 1004.0, step=2)
         writer.record("update", 1004.0, 1005.0, step=3)
         writer.flush()

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_re
 
 from megarl.checkpoint.format.keys import content_metadata
 from megarl.checkpoint.format.load_weights import load_weights
-from megarl.checkpoint.format.sharding import model_sharded_state_dict
+from megarl.checkpoint.save.training_state import model_sharded_state_dict
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.models.hf.export import HFExporter, save_hf
 from megarl.models.hf.model_files import HF_FILES, hf_files

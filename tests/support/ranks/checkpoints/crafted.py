@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megarl.checkpoint.format.load_weights import load_weights
 from megarl.checkpoint.format.mapped_reader import MappedLoadStrategy, load_shards
-from megarl.checkpoint.format.sharding import model_sharded_state_dict
+from megarl.checkpoint.save.training_state import model_sharded_state_dict
 from tests.support.ranks.checkpoints.checkpoints import build
 from tests.support.ranks.models.layouts import make_layout, use_layout
 

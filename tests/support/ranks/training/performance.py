@@ -6,7 +6,7 @@ import psutil
 import torch
 
 from megarl.common.values import GIB
-from megarl.run.record.performance import peak_memory_gib
+from megarl.run.record.batch_metrics import peak_memory_gib
 
 HELD_B = 300 * 2**20
 

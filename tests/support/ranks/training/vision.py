@@ -18,7 +18,7 @@ from megarl.config.memory_plan.parameters import TrainerRank
 from megarl.models.megatron import vision_model
 from megarl.models.megatron.vision_model import MultimodalRope, VisionGPTModel
 from megarl.trainer.batch import TrainSample
-from megarl.trainer.packed_images import ImagePacker
+from megarl.trainer.packing import ImagePacker
 from megarl.trainer.policy import Policy
 from tests.support.checkout import PROMPTS
 from tests.support.losses.vision_problem import vision_config
@@ -152,7 +152,7 @@ def _flat_positions(policy: Policy) -> AbstractContextManager[Any]:
     def flat(length: int, images: object) -> np.ndarray:
         return np.tile(np.arange(length), (3, 1))
 
-    return mock.patch("megarl.trainer.packed_images.positions", flat)
+    return mock.patch("megarl.trainer.packing.positions", flat)
 
 
 def _blank(policy: Policy) -> AbstractContextManager[Any]:
