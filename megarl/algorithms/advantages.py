@@ -1,7 +1,5 @@
 """Advantages, with options and papers. Importing this module registers them in `ADVANTAGES`."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

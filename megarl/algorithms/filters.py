@@ -7,8 +7,6 @@ The rollout side calls `without_signal` for each finished group before it is que
 filters with the same function, so both sides agree on every group.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

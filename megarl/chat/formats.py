@@ -1,7 +1,5 @@
 """Converts a row of a data file to chat messages and a reference answer. Pure functions, one branch per format."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

@@ -3,8 +3,6 @@
 <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A malformed call has an error for the model, which is the tool's answer to that 
 never read as a call.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -12,8 +12,6 @@ Templates escape nothing inside a value. So a value ends at the first end tag be
 call. A value may contain any single tag; only a value with that whole sequence is cut short.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Shared by commands without a trainer: options that set keys, the claim of the directory, signals, the checkpoint."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Clocks of watchers, which stop while the machine or the watcher is suspended."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

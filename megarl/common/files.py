@@ -1,7 +1,5 @@
 """Files that are replaced atomically: a reader sees either the old content or the new one."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Imports the users' functions and classes that a config names."""
 
-from __future__ import annotations
-
 import importlib
 import traceback
 from typing import Any

@@ -1,7 +1,5 @@
 """The versions of Megatron-Core that megarl supports."""
 
-from __future__ import annotations
-
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 

@@ -1,7 +1,5 @@
 """Finds the modules of docs/reference/api.md, and those that a config can name, under their names in 0.1.0."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """The base class of a user's settings: config sections, and the options of a loss or an advantage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, field_validator

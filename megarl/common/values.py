@@ -1,7 +1,5 @@
 """Small helpers for plain values: units, numbers as bytes, copies of records, the rows of a sample, JSON."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import struct

@@ -1,7 +1,5 @@
 """Checks a run's data files before anything starts: every bad row, not only the first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 

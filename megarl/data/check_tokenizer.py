@@ -1,7 +1,5 @@
 """Checks the tokenizer before anything starts: EOS, chat template with the prompts of every set, prompt lengths."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

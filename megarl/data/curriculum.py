@@ -5,8 +5,6 @@ have not been admitted yet. Checkpoints contain the progress and the returned we
 draws the same groups without calling it for past steps.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence

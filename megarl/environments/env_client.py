@@ -4,8 +4,6 @@ A message is [id, method, content]. Its answers are [id, kind, content]: any num
 deltas of a run carry its traces piece by piece; the reply has the number of pieces.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

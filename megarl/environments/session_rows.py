@@ -1,7 +1,5 @@
 """Makes training rows from a session of the gateway: one for each path of turns, with the exact tokens. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ The environment acts through the gateway: its server gets a base URL with the sa
 the environment's trace; tokens, log-probs and versions come from the session.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Mapping, Sequence

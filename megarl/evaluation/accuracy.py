@@ -9,8 +9,6 @@ proportion has the largest variance of all values in [0, 1] with the same mean. 
 mean ± z·s/√n over problems, clipped to the metric's range.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

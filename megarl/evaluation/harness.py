@@ -3,8 +3,6 @@
 The function that generates and scores a response is a parameter, so this module needs neither an engine nor Ray.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass

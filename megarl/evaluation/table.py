@@ -1,7 +1,5 @@
 """Renders evaluation reports for the terminal: as tables, and as one line of a run's progress."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD

@@ -1,7 +1,5 @@
 """The gateway's HTTP server: its routes, their authentication, and bounds on the size and slowness of requests."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import logging

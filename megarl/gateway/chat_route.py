@@ -1,7 +1,5 @@
 """`POST /v1/chat/completions`, in OpenAI's form. Pure: reads requests and builds answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

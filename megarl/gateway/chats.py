@@ -1,7 +1,5 @@
 """Answers chats: makes prompts that continue the exact tokens of the session's turns, and texts of responses."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence

@@ -1,7 +1,5 @@
 """One request of a client and its responses, which follow the terms of its session and are recorded there."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Iterator

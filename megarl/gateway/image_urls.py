@@ -5,8 +5,6 @@ names are resolved here, every address is checked, and the connection goes to on
 the client's URLs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import socket

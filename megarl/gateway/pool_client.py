@@ -4,8 +4,6 @@ If the controller dies, the supervisor starts another one under the same name. T
 requests there, each from its tokens so far.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -4,8 +4,6 @@ An unknown field is refused by name: it may change the response, and a harness m
 distribution than it asked for. Nulls and fields without effect are accepted.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

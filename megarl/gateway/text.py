@@ -4,8 +4,6 @@ The event loop, which serves all clients, does not wait for a long prompt. There
 is not thread-safe.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The token that clients of the gateway send, and the file with the gateway's address."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

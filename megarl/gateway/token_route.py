@@ -3,8 +3,6 @@
 Log-probs have the token both as vLLM's `token_id` and as `token: "token_id:N"`, for clients of OpenAI's form.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

@@ -10,8 +10,6 @@ up to rounding.
 Shapes: X any axes, E normalized channels, D channels of a head, F channels of each half of a gated layer.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

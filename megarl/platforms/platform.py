@@ -1,7 +1,5 @@
 """The platform of this process. Call `activate()` before using Megatron-Core; `current()` returns the platform."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util

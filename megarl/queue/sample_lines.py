@@ -1,7 +1,5 @@
 """Lines of `samples.jsonl`: a few trajectories of every step as text, for people to read."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ its streams to its samples. Both are packed with the tokens and passed to the lo
 declaration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

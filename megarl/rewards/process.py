@@ -3,8 +3,6 @@
 Answers are JSON that the parent validates: it decodes nothing that could run code.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import pickle

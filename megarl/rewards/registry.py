@@ -4,8 +4,6 @@ A user's function may take the whole sample, parameters named after its fields, 
 number or a RewardResult. Anything else raises ValueError with the expected form.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import math

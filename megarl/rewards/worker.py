@@ -5,8 +5,6 @@ function's number and the sample). The worker scores them one at a time and send
 order and without delay, so the pool always knows the sample that it waits for.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import traceback

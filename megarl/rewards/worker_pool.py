@@ -7,8 +7,6 @@ is tied to the thread that started a process, and because the event loop may run
 signal handlers are involved.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Checks whether this machine can sandbox programs, and if not, what to install or allow."""
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

@@ -1,7 +1,5 @@
 """The command line of a sandbox: bubblewrap, then dropping root's id, the limits and the program. Pure."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Mapping, Sequence

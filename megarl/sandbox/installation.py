@@ -1,7 +1,5 @@
 """The Python installation and libraries visible in a sandbox, and the ids of its programs."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

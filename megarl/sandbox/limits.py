@@ -1,7 +1,5 @@
 """The limits and the result of a sandboxed run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

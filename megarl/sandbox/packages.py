@@ -4,8 +4,6 @@ A package has its pip name, and comes from this process's environment together w
 of a directory, such as a `site-packages`, which is visible as a whole.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Sequence

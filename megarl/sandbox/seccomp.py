@@ -6,8 +6,6 @@ AF_NETLINK and AF_ALG ignore network namespaces, or expose more of the kernel), 
 that libc uses `clone`.
 """
 
-from __future__ import annotations
-
 import errno
 import struct
 from collections.abc import Mapping

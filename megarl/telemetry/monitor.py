@@ -5,8 +5,6 @@ A rule is judged once a step for each subject (the run, or a replica) with a kno
 hysteresis; until then every step beyond the threshold is an alarm, without patience.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

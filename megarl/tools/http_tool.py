@@ -1,7 +1,5 @@
 """A tool on another machine: a call is a POST of JSON, repeated within its time if that is safe."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

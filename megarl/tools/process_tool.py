@@ -3,8 +3,6 @@
 One thread with an event loop runs everything, because the kernel kills a process when the thread that made it ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

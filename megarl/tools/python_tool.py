@@ -1,7 +1,5 @@
 """The tool that runs a model's Python programs in the sandbox."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Mapping, Sequence

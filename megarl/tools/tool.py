@@ -1,7 +1,5 @@
 """The protocol of a tool: a named function with a schema, called by an agent loop; it answers with text and images."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

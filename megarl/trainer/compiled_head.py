@@ -7,8 +7,6 @@ intermediates in registers.
 Shapes: C rows of a chunk, Vt vocabulary columns of this rank without padding.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

@@ -14,8 +14,6 @@ fp32 logits with their softmax. GPTModel would also return all logits, so its ou
 states, and only rows that predict a response token are projected.
 """
 
-from __future__ import annotations
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel

@@ -3,8 +3,6 @@
 Shapes: T packed tokens, L MoE layers of this rank in the order of its chunks, K experts per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Builds Megatron's DDP wrapper, optimizer and learning-rate schedule from the configuration."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar

@@ -5,8 +5,6 @@ length. Pipeline schedules are collective, so every DP rank runs the same number
 sequences gets empty ones.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import json

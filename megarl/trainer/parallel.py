@@ -4,8 +4,6 @@ A *replica* is the tensor x context x pipeline ranks that train on one share of 
 rank: tensor and context rank 0 of the first pipeline stage.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from typing import TypeVar

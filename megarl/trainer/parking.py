@@ -8,8 +8,6 @@ Gradients are dropped and return as zeros. The same calls run on CPU and GPU.
 Shapes: B bytes of a storage.
 """
 
-from __future__ import annotations
-
 import gc
 import mmap
 import os

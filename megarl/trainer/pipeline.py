@@ -3,8 +3,6 @@
 Shapes: T tokens of a micro-batch (T / TP under sequence parallelism), H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar

@@ -10,8 +10,6 @@ the two policies are too far apart.
 Shapes: R response tokens, S sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -3,8 +3,6 @@
 Imports no torch, because the config is read without it. `masks.py` and `apply.py` define the names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

@@ -3,8 +3,6 @@
 Shapes: R response tokens, S sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

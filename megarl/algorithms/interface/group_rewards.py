@@ -7,8 +7,6 @@ An advantage is a pure function on Python floats, computed once per step over al
 rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

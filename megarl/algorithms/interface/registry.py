@@ -4,8 +4,6 @@ A function takes its inputs and, if it has any, its options: an instance of the 
 second parameter. This module does not import torch.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -6,8 +6,6 @@ owns positions cu_seqlens[s] .. cu_seqlens[s + 1] - 1. Sequences of length zero 
 Suffixes of tensor names in this package: `_R` one value per response token, `_S` one value per sequence.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,8 +10,6 @@ they reduce exactly over micro-batches and ranks.
 Shapes: R response tokens, S sequences; `cu_seqlens` is int32 [S + 1].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal

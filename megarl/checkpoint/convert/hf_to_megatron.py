@@ -3,8 +3,6 @@
 There is neither a model nor a state dict: tensors are read from Hugging Face files when the writer needs them.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

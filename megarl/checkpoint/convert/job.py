@@ -1,7 +1,5 @@
 """Runs a conversion from plan to summary: checks, disk space, units over workers and ranks, commit."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -4,8 +4,6 @@ A Hugging Face directory runs with `transformers`, a Megatron checkpoint with Me
 Shapes: T tokens of a text, V vocabulary rows, P patches of an image, C values per patch.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator, Sequence

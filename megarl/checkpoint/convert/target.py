@@ -4,8 +4,6 @@ Next to OUT, `.OUT.converting/` holds `output/` (which becomes OUT), `plan.json`
 file per finished unit. A conversion killed before the rename can be resumed; after it, a resume only removes leftovers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

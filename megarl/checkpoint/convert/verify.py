@@ -1,7 +1,5 @@
 """Compares two model directories tensor by tensor, and describes one in a table."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator

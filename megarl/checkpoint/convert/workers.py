@@ -4,8 +4,6 @@ Workers are forked once, from a process without threads, and are killed when it 
 in the calling process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

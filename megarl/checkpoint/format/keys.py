@@ -7,8 +7,6 @@ sequential and grouped models share one checkpoint. A key's tensor is the whole 
 unpadded or padded (rows beyond the vocabulary have no meaning).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Loads weights from a Hugging Face directory or a Megatron checkpoint into chunks of any layout."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ Megatron-Core's common state is a pickle too: the file `common.pt`, or else an o
 nothing from it and does not read it.
 """
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from unittest import mock

@@ -5,8 +5,6 @@ restriction. Here each name that they write becomes an inert record, and any oth
 then checked and converted to torch's classes.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ Order of a save: shards (in the background) -> `.metadata` -> small files -> man
 process is killed before the rename, the previous checkpoint is still the newest.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

@@ -5,8 +5,6 @@ that is damaged or not part of the run's history is renamed and never deleted:
 `iter_0000007.rolled_back`, `iter_0000007.replaced`, `iter_0000007.damaged`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -4,8 +4,6 @@ That file is kept in parts (`megarl/common/rundir/rotating_lines.py`), the oldes
 may resume often.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ differ: a rank's flat range of a parameter is a few rectangles of it. A non-dist
 under the same keys, so each kind can load the other's checkpoints.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

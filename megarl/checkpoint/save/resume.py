@@ -1,7 +1,5 @@
 """Selects the checkpoint to resume from, and checks its config. Pure: the caller verifies the files."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

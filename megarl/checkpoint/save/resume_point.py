@@ -3,8 +3,6 @@
 `resume.py` has the pure rules; this module applies them to files and ranks.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -5,8 +5,6 @@ few other numbers (Adam's step, the schedule's position) are JSON. A loading opt
 learning rate and weight decay from its config.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ values of torch's process groups are not signed. For each path every rank starts
 reads its settings once and may hang or abort. Shapes: N float32 elements of a message.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """Examines this machine: packages, imports, devices, limits and network. Starts nothing but short imports."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 

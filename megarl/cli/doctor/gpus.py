@@ -1,7 +1,5 @@
 """Findings about GPUs: whether the driver and NCCL match torch, and whether this machine's GPUs reach each other."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

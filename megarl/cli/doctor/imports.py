@@ -4,8 +4,6 @@ So a crash, a hang or an unexpected error is one finding. Megatron-Core, for exa
 Transformer Engine, which raises FileNotFoundError without its torch extension.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Findings about this machine: limits, shared memory, memory, disk and network interfaces."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 import socket

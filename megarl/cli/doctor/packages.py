@@ -1,7 +1,5 @@
 """Findings about installed packages: their versions against the lock file, vLLM's plugin, FlashInfer's kernels."""
 
-from __future__ import annotations
-
 import csv
 import os
 import shutil

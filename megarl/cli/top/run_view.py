@@ -1,7 +1,5 @@
 """The state of a run that `megarl top` shows, and the watch that reads it from the run's files."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Lays out the parts on a screen: two columns if there is room, else the most important parts in one."""
 
-from __future__ import annotations
-
 from itertools import islice, zip_longest
 
 from rich.console import Console, ConsoleOptions, RenderResult

@@ -1,7 +1,5 @@
 """Changes of the pool of a live run: `megarl pool` calls the controller through Ray, from a host of the run."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Callable

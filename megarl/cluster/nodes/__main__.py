@@ -3,8 +3,6 @@
 Users call `megarl launch`.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -3,8 +3,6 @@
 `megarl launch --dry-run` shows them. A script has the config's settings and calls one of launch/.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -5,8 +5,6 @@ counts as lost. The reader measures this with its own clock, so clocks need not 
 failure.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

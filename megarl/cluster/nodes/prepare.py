@@ -4,8 +4,6 @@
 RUN_DIR/launch/ID. `status` reports how the run ended.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

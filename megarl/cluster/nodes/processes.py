@@ -3,8 +3,6 @@
 The launcher (`launcher.py`) judges what the end of one means for the job.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -4,8 +4,6 @@ With separate pools, trainer nodes come first, then rollout nodes, and the super
 With shared nodes, every node has a share of both pools, and the supervisor runs on the first.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megarl.config.derived.pools import Pools, resolve_pools

@@ -8,8 +8,6 @@ should have torn down the pool by then. After an orderly tear-down no child and 
 processes usually end by themselves, but some take a while, and one that hangs does not.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """A node's address for the other nodes of the job, and settings that keep a single node on loopback."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket

@@ -1,7 +1,5 @@
 """The state of a pool in RUN_DIR/supervisor.json, written by its supervisor for the launcher and the ranks."""
 
-from __future__ import annotations
-
 import logging
 import platform
 import threading

@@ -8,8 +8,6 @@ launch has replaced RUN_DIR/supervisor.json, on SIGTERM, and when the Ray head d
 A guardian (`megarl/cluster/pool/guardian.py`) kills what is left after that, and this process if it is stuck.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

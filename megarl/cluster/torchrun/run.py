@@ -3,8 +3,6 @@
 `megarl train` becomes it, and the nodes' agents start it: `python -m megarl.cluster.torchrun.run`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

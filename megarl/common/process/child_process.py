@@ -5,8 +5,6 @@ work. Every message is a frame (`megarl.common.process.frames`), bounded in size
 so nothing that it sends is unpickled: it is JSON, and checked. Its side is `megarl.common.process.child_program`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

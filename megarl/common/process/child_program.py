@@ -4,8 +4,6 @@ It runs code of users, which may fork. A forked child that returns from such cod
 second time, so it has no connection and ends where the code returns.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -4,8 +4,6 @@ Both sides are bounded: a message that is longer than the receiver expects is re
 message must arrive within the given time. `multiprocessing.connection` has neither bound.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import struct

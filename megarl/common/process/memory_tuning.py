@@ -1,7 +1,5 @@
 """Memory of processes that live as long as a run: Python's garbage collection, glibc's allocator, what they hold."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -5,8 +5,6 @@ transformers 5.19). Every process of an engine needs them, also the one that ins
 applies them where one of the variables is set.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Calls in threads, and their results."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future

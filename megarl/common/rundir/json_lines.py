@@ -1,7 +1,5 @@
 """Reads files of JSON lines in a stream, also while they are written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeVar

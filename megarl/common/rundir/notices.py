@@ -5,8 +5,6 @@ file and shows what is new. Nothing waits for either of them. A full file is ren
 before it is deleted.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -6,8 +6,6 @@ next start of the same user. Named semaphores and shared memory have no director
 private directory and they are removed with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import multiprocessing

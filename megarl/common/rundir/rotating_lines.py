@@ -5,8 +5,6 @@ all lines that were ever written before it, deleted ones included. So a position
 rotation. The newest part begins where the last numbered one ends.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path

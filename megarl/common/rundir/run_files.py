@@ -6,8 +6,6 @@ stop, save, write exit.json and exit with status 0. The script reads the outcome
 restarts hide the exit codes of the ranks.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -8,8 +8,6 @@ exceptions is admitted, and without its traceback. What engines exchange is anot
 (`megarl/weights/receive/engine_guard.py`).
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import pickle

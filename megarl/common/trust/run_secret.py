@@ -5,8 +5,6 @@ nodes need only the shared file system with RUN_DIR. The secret is never sent: m
 it for one purpose.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import hmac

@@ -5,8 +5,6 @@ checkpoints, Weights & Biases, logs) holds only the reference. The process that 
 environment.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

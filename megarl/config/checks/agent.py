@@ -1,7 +1,5 @@
 """Checks of the agent's loop and its tools. Every problem comes with its fix."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Checks `rollout.engine_kwargs` against vLLM's fields, and a model against vLLM's attention on CPU."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Refuses layouts and passed fields that Megatron-Core cannot run or gets wrong."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

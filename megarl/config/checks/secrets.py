@@ -1,7 +1,5 @@
 """Finds references to environment variables in a config, and checks that the variables are set."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path

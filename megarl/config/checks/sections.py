@@ -3,8 +3,6 @@
 Every check yields `key: problem; fix`. torch and Megatron are only imported to try a user's loss.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

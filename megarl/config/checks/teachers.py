@@ -1,7 +1,5 @@
 """Checks of teachers: their names, engines and models."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 

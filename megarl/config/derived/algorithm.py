@@ -3,8 +3,6 @@
 Options are keys of `algorithm.loss_options` and `algorithm.advantage_options`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 

@@ -4,8 +4,6 @@ A resolved set holds the sections of a run with only this set, so readers of a s
 The only set of `data.path` has the name "".
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lists this machine's GPUs through NVIDIA's management library (NVML), without torch, a process or a CUDA context."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

@@ -1,7 +1,5 @@
 """Resolves `auto` in `algorithm.correction`, and lists the log-prob passes of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

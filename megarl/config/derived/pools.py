@@ -1,7 +1,5 @@
 """Assigns GPUs and nodes to the trainer and the rollout pool, only from the config."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ All numbers count optimizer updates, and so does the version of the policy's wei
 `trainer.mini_batches`, even if it makes fewer updates because groups were filtered or samples masked.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

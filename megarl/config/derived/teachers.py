@@ -1,7 +1,5 @@
 """The teachers of a run: their data sets, their engines, and their vocabulary."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The training loss of a config: its terms, the streams that they need, and the default weights of a row's tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.algorithms.objective.objective import Objective

@@ -1,7 +1,5 @@
 """The command-line arguments that select a config; all commands share them."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -4,8 +4,6 @@ Relative paths start at the current directory, wherever the YAML file is. Only `
 plans, is also looked for above the file.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -1,7 +1,5 @@
 """Keys of earlier versions, and verl's names: each is refused with advice."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

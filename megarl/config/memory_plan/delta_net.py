@@ -1,7 +1,5 @@
 """What Gated DeltaNet layers add to the plan: parameters, what they keep for backward, and the states of requests."""
 
-from __future__ import annotations
-
 from megarl.common.values import FP32
 from megarl.models.architecture.architecture import DELTA_CHUNK, DeltaNet
 

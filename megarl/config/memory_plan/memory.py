@@ -1,7 +1,5 @@
 """Estimates the memory per GPU of both pools by named terms, and resolves `auto` from it. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@
 fields.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

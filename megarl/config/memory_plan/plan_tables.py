@@ -1,7 +1,5 @@
 """A run's plan as text: its summary, a table of memory per pool, and its config."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO

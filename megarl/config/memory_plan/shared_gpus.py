@@ -4,8 +4,6 @@ Trainer and engines take turns (`rollout.share_gpus`); an engine of the policy a
 (`teachers.*.gpu_share`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ These classes check single values; `checks` covers conditions on several section
 that must divide). `docs/reference/keys.md` is generated from these classes.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

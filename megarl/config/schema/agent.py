@@ -1,7 +1,5 @@
 """The config sections of agents: the loop that makes a trajectory of a prompt, its bounds, and the tools."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The section `algorithm`: advantages, the terms of the loss and their corrections."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

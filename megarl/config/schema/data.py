@@ -3,8 +3,6 @@
 A set of a list (`data.sets`, `evaluation.sets`) may override many keys of the section; `datasets.py` resolves that.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """The config sections of the job around the training: telemetry, checkpoints, timeouts, Ray, launch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """The section `monitor`: which values raise an alarm, and what the alarm does (docs/observability/monitor.md)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args

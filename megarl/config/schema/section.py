@@ -1,7 +1,5 @@
 """The base class of config sections, and the type of fields that are passed to a library."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """A model's architecture, read from its Hugging Face `config.json` into the same fields for every family."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -9,8 +9,6 @@ only copy values, so round trips are exact. Whether a rule is right is tested by
 Megatron names are canonical: the local layer spec's (not Transformer Engine's), with global layer and expert numbers.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The supported model families. A new family is a file of declarations, listed here (docs/development.md)."""
 
-from __future__ import annotations
-
 from megarl.models.families import (
     deepseek_v3,
     glm4_moe,

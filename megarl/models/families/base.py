@@ -1,7 +1,5 @@
 """The declaration of a model family, and the mapping rules that most decoder-only families share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

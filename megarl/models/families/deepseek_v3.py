@@ -4,8 +4,6 @@ The files store rotated channels in interleaved pairs. Megatron's MLA reads this
 `multi_latent_attention`), so no row is moved. Multi-token prediction (MTP) layers are neither trained nor exported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

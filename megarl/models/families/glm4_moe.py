@@ -4,8 +4,6 @@ Here `attention_bias` means q, k and v only. The multi-token prediction (MTP) la
 GLM-4.7-Flash (`glm4_moe_lite`) has DeepSeek-V3's layers with plain RoPE.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

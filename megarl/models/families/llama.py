@@ -1,7 +1,5 @@
 """Llama 2 and 3."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

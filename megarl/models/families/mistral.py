@@ -3,8 +3,6 @@
 Mixtral has the same attention and a mixture of experts in every layer, under other names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

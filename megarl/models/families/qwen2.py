@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5: biases on q, k and v; the small models tie their embeddings."""
 
-from __future__ import annotations
-
 from megarl.models.families.base import DENSE, Family
 
 FAMILY = Family(

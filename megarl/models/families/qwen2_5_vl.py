@@ -1,7 +1,5 @@
 """Qwen2.5-VL: Qwen2.5 with a vision tower that mostly uses windowed attention."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

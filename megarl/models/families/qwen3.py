@@ -1,7 +1,5 @@
 """Dense Qwen3: RMSNorm on each query and key head; head_dim is independent of the hidden size."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

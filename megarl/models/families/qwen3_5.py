@@ -5,8 +5,6 @@ Published Qwen3.5 files also hold a vision tower and multi-token prediction (MTP
 read, trained and exported (as `Qwen3_5ForCausalLM`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

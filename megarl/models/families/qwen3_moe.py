@@ -1,7 +1,5 @@
 """Qwen3-MoE: Qwen3's attention; a model may have both dense and mixture-of-experts layers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 The mixture of experts is Qwen3-MoE's, with all experts of a layer in one tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 The tower is Hugging Face's module, so its parameters keep their Hugging Face names in Megatron.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias

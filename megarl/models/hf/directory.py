@@ -3,8 +3,6 @@
 The files must hold exactly the tensors of the family's table, with its shapes; the error lists all differences.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import struct

@@ -7,8 +7,6 @@ tensor in memory, and the peers' blocks of it that are not whole rows.
 Tensors may have any shape.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

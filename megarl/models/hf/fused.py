@@ -6,8 +6,6 @@ Tensors of shape [experts, out, in] are read but never written.
 Shapes: E experts, I and O inputs and outputs of a fused tensor's experts.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ formed. All ranks take their pairs in one global order, which rules out deadlock
 Tensors may have any shape.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass

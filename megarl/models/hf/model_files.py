@@ -5,8 +5,6 @@ A Megatron checkpoint is a directory ROOT with `latest_checkpointed_iteration.tx
 generation config. A path may name ROOT or a step directory. This module does not import torch.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ product is computed in fp32 and rounded once.
 Shapes: R rows, C columns of a part of a matrix.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

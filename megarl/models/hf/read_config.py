@@ -1,7 +1,5 @@
 """Reads a model's `config.json` into `ModelInfo`."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

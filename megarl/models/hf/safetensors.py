@@ -3,8 +3,6 @@
 Shapes: B bytes of a tensor; other tensors may have any shape.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

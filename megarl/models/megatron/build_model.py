@@ -3,8 +3,6 @@
 Shapes: F frequencies, one for each pair of rotated channels of a head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

@@ -7,8 +7,6 @@ whole key heads and their value heads.
 Shapes: T packed tokens, H value heads of this rank, K and V channels of a key and of a value head, X channels.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

@@ -12,8 +12,6 @@ Shapes: T packed tokens, S sequences, M chunks of C tokens, G key heads, R value
 and V channels of a key and of a value head, X channels of the convolution, W its width in tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

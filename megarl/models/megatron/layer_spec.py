@@ -8,8 +8,6 @@ Shapes: T packed tokens of a micro-batch on a context-parallel rank, B sequences
 heads of this rank, D channels per head of queries and keys, C of values, E channels of a norm, X any leading axes.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from functools import lru_cache

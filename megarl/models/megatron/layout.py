@@ -1,7 +1,5 @@
 """The parallel layout of the trainer ranks, as plain numbers."""
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import dataclass

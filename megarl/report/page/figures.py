@@ -3,8 +3,6 @@
 `report.js` draws them. Numbers are rounded to four digits, because more are not visible.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The page: one HTML file with its style, script and data. It needs no network and must not load anything. Pure."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The page's sections about trajectories: lag and length histograms, the slowest ones, samples to read. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The page's sections of numbers and words: header, alarms, advisories, summary, faults, configs. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

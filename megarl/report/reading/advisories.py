@@ -1,7 +1,5 @@
 """Advice on a run, computed from its series. Pure."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence

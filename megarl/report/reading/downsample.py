@@ -5,8 +5,6 @@ A peak of one row stays visible in a run of any length, and memory does not grow
 Shapes: N rows, C columns (one per series), B buckets.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -3,8 +3,6 @@
 Memory grows by 80 bytes per step, for the medians of times.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

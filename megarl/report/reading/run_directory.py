@@ -1,7 +1,5 @@
 """Reads everything that the report shows of a run from its directory, while the run may write it."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

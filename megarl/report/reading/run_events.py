@@ -1,7 +1,5 @@
 """The events of a run for its report: the slowest trajectories, and faults with their outcomes."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Reads samples.jsonl: response lengths, and a few samples to show, without reading all of a large file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The reward function `code`: runs the unit tests of the row against the program in a response, in the sandbox."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

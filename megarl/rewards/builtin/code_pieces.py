@@ -4,8 +4,6 @@ Executed as they are, files of pytest and unittest, HumanEval's `check`, and bar
 discard a value: every program would pass them.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Sequence
 

@@ -5,8 +5,6 @@ plain data, or numbered references to objects that stay on the other side. So th
 that decides, and it sees only the arguments of the tests' calls.
 """
 
-from __future__ import annotations
-
 _WIRE = """
 import decimal, fractions, json, os
 MAX_LINE = 1 << 22

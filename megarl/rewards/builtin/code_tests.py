@@ -1,7 +1,5 @@
 """Reads the program in a response and the tests in a row. Pure."""
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap

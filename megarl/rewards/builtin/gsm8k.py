@@ -7,8 +7,6 @@ Equal numbers are: 1,234, 1 234, 1'234, 1_234 and 1234; $5 and 5; 5.0 and 5; 40%
 1/2, \frac{1}{2} and .5; 3 1/2 and 3.5; 1.5e3, 1.5 \times 10^3 and 1500.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from fractions import Fraction

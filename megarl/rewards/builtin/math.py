@@ -6,8 +6,6 @@ the main thread, and the pool kills a process whose sample takes too long. Answe
 (`sympy_guard.py`) are not passed to it: they are right only if they equal the reference letter for letter.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ math-verify reads clean LaTeX well. It misreads other common forms: thin spaces 
 numbers, `3*pi`, typographic signs, Markdown.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from fractions import Fraction

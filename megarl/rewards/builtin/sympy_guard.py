@@ -5,8 +5,6 @@ by pair. So the text of an answer, with powers and factorials of literal numbers
 limit of a sample bounds what this does not find, such as an integral.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from itertools import accumulate

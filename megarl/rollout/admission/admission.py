@@ -36,8 +36,6 @@ have. Two rules keep reused groups from displacing new ones:
 Replay settles nothing: a group ends once, at its first use. Further uses are counted separately.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
 from typing import Any

@@ -5,8 +5,6 @@ Each line has the name of the event, its inputs (versions, finished groups, how 
 resumes: of the lines before, only the steps of that history still count.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

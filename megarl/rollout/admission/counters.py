@@ -4,8 +4,6 @@ Invariant: at every moment `admitted == in_flight + replaced + ready + taken + t
 failed`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 

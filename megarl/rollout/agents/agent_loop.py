@@ -1,7 +1,5 @@
 """The agent loop's interface and its context, which counts, limits and records requests and calls."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

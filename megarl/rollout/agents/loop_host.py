@@ -1,7 +1,5 @@
 """The loop host: creates the config's loop and runs it in this process, the controller or an agent worker."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import inspect

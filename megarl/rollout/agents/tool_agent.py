@@ -1,7 +1,5 @@
 """The agent loop of a model that may call tools before it answers; it drives the states in `tool_states`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain, zip_longest
 

@@ -6,8 +6,6 @@ A state holds everything but the sampled tokens, which the journal keeps. So a l
 another process too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

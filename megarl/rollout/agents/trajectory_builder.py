@@ -1,7 +1,5 @@
 """Builds trajectories from engine results. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

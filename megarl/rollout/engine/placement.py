@@ -1,7 +1,5 @@
 """Where engines run: the devices they hold, and Ray's room for more of them."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import math

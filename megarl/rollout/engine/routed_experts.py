@@ -5,8 +5,6 @@ batches of runner V1. They keep the experts of cached prefixes, chunked prompts 
 when the cache is reset. The front end works as on a GPU. Only an engine's process imports this module.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -7,8 +7,6 @@ A publication without partial rollouts waits for running calls. A call is runnin
 between replicas if it has tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -9,8 +9,6 @@ another engine. So each engine has a limit that follows the classic rule of cong
 multiplicative decrease. There is no limit before the first sign of pressure.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

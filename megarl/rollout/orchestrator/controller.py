@@ -7,8 +7,6 @@ a group becomes trajectories), the batches of steps, the queue, and evaluation. 
 replaces a dead one gets the trainer's state by `take_over`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

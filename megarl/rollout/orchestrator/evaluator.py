@@ -4,8 +4,6 @@ The latter gives way to training: its requests have a lower priority in the engi
 use only a share of each engine. Its report has the versions of the tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -5,8 +5,6 @@ and the version that engines serve. Everything else is lost with the controller 
 journal or is drawn again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -4,8 +4,6 @@ An admitted group runs, here or in a worker, and ends in one of three ways: its 
 it has no signal and gives its place to another group; or its failure ends the run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set

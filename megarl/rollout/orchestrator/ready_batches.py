@@ -1,7 +1,5 @@
 """The batches that the trainer may take: from finished groups to keys and metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The batch of each step: taken with its measurements when its groups are ready, and settled by its commit."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NotRequired, TypedDict, Unpack

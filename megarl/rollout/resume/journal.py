@@ -7,8 +7,6 @@ ones as they are, others from their tokens. A journal that cannot be written or 
 drawn again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

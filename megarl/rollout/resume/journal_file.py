@@ -5,8 +5,6 @@ disk, is ignored, and cut off before the next write. The first line, the head, i
 groups were ever started. A file of an earlier release has no head, and gets one when it is read.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

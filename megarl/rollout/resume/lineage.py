@@ -6,8 +6,6 @@ them: if `lost` updates of the first were discarded, the path leads back over th
 This distance defines `VersionSpan.counts_as`.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

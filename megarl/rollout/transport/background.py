@@ -1,7 +1,5 @@
 """Background tasks of the rollout controller, and the failure of one that ends the run."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterable

@@ -3,8 +3,6 @@
 A call between processes costs as much as 20 messages.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

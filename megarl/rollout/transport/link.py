@@ -5,8 +5,6 @@ order, and those that arrive during a call share the next one. A call that may b
 Ray call takes as long as 50 short tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -4,8 +4,6 @@ Their requests go to the controller, which has the engines, and so do their reco
 continues from there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

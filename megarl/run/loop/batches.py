@@ -6,8 +6,6 @@ one trains. If the run stops or fails before that batch is trained, it was never
 groups or draws them again.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -5,8 +5,6 @@ checkpoint records an unfinished one, and a resumed run begins it again with the
 of the committed history is lost or counted twice.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -8,8 +8,6 @@ A state ends only when all memory that the next one needs has been released. In 
 and nothing else: the trainer's are sent to the engines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from enum import StrEnum
 

@@ -1,7 +1,5 @@
 """The training loop. It is the same for every mode: the admission policy decides how far sampling runs ahead."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import TypeVar

@@ -4,8 +4,6 @@ Every rank judges the same numbers and raises the same alarms, so nothing is exc
 stop the run are judged before the first update, all others after the last.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set

@@ -3,8 +3,6 @@
 Every public method is collective over the trainer ranks unless it says otherwise.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -3,8 +3,6 @@
 Every method is collective over the trainer ranks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future

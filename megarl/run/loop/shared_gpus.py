@@ -3,8 +3,6 @@
 Every method is collective over the trainer ranks, and does nothing if each side has its own GPUs.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

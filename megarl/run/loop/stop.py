@@ -5,8 +5,6 @@ for an engine. So a thread reads the signals from a pipe, to which Python's C co
 (`signal.set_wakeup_fd`), and answers in every phase of a run.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

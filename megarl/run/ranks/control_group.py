@@ -1,7 +1,5 @@
 """Communication of small objects between trainer ranks, over a separate gloo group."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

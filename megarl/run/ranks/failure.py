@@ -1,7 +1,5 @@
 """The report of a failed run (one message on the terminal, error.txt, summary.json, exit.json), and earlier results."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

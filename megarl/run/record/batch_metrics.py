@@ -1,7 +1,5 @@
 """The declared metrics of a batch, computed from tags alone, so that every rank has them."""
 
-from __future__ import annotations
-
 import math
 import resource
 import statistics

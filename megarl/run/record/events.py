@@ -1,7 +1,5 @@
 """The events of a trainer rank: its steps with their phases, its restarts and its failure."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The dry run of a config: check everything possible on this machine, print config and plan, start nothing."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Refuses torchrun's open stores across hosts, and shows how to start the same run without open ports."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

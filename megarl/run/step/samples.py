@@ -7,8 +7,6 @@ data sets without a teacher.
 Shapes: R response tokens of one sample.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@
 share it.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The progress output of a run: one aligned line per step, and on a terminal a live line below it."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

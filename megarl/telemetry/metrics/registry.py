@@ -4,8 +4,6 @@ A reducer combines the values recorded under one name during a step (by mini-bat
 number. It is declared and never derived from the name.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

@@ -1,7 +1,5 @@
 """RUN_DIR/summary.json: the main results of a run."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from typing import Any

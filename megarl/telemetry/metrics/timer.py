@@ -1,7 +1,5 @@
 """Measures the time of a step by phases, which do not overlap and add up to the wall time of the step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 A step only replaces the snapshot for the next scrape, so no scrape can delay it. prometheus_client writes the text.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import os

@@ -4,8 +4,6 @@
 as Prometheus writes it, if the name does not contain it. A placeholder of the declaration is a label.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

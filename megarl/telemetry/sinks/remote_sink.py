@@ -4,8 +4,6 @@ Records that the service does not accept wait in memory and are resent after a p
 are lost. Every failure is reported to the caller's function, which counts it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import secrets

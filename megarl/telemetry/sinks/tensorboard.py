@@ -1,7 +1,5 @@
 """Writes TensorBoard scalars: one event per step, which is in the file when `write` returns."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 The queue is bounded, and so is every wait for the thread: the error names the write that hangs.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -4,8 +4,6 @@ A process opens one writer (`writer.py`) at its start. Without one, as in librar
 recorded, and a call costs a comparison.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator, Mapping

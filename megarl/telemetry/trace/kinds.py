@@ -3,8 +3,6 @@
 `docs/reference/events.md` is generated from it. Recording a name that is not declared here raises UndeclaredEvent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args

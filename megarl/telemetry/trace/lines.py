@@ -5,8 +5,6 @@ milliseconds at which the process opened its events; NUMBER counts the parts of 
 a `Header`, all others are `EventLine`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

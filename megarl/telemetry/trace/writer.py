@@ -5,8 +5,6 @@ process, in one write per stream. Events lost because the disk is slow, full or 
 is itself an event.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

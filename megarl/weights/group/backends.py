@@ -5,8 +5,6 @@ Engines on the trainer's GPUs are in no such group: the trainer ranks relay the 
 Tensors may have any shape.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The interface between a weight sync and the rollout pool: named replicas that can be called and restarted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -5,8 +5,6 @@ an abort. Every member waits for it in one blocking request. After an abort each
 even if its main thread is stuck. The leader finds the cause in these answers.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

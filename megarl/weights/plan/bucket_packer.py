@@ -6,8 +6,6 @@ Shapes: B bytes of a flat uint8 buffer, E elements of the rows that a piece touc
 tensor itself.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -17,8 +17,6 @@ Shapes: B bytes of a flat uint8 buffer, N rows, W words of a row (at most ROW_WO
 Elementwise functions take tensors of any shape.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias

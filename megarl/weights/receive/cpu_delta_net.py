@@ -4,8 +4,6 @@ Shapes: T tokens of a step, S requests, H value heads, K and V channels of a key
 convolution, W tokens that it sees.
 """
 
-from __future__ import annotations
-
 import typing
 from typing import Any
 

@@ -10,8 +10,6 @@ answers to later calls (vLLM 0.32, v1/executor/multiproc_executor.py). `update_w
 them. The caller must not let the engine generate before that.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

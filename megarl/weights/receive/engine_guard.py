@@ -9,8 +9,6 @@ one worker sends commands to the others (shm_broadcast.py:1124). A worker that r
 without a limit. So a queue that a stranger could fill is refused: it must be this user's, on this host.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Mapping
 from pathlib import Path

@@ -10,8 +10,6 @@ Anything that is not known to be safe is an obstacle.
 Tensors may have any shape.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any

@@ -11,8 +11,6 @@ weight in another way, the loaders run in every sync. `obstacle` says why.
 Tensors may have any shape.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -12,8 +12,6 @@ engine's memory asleep would grow for a long time. Both limits are small here.
 Tensors may have any shape.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

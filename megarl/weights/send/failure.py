@@ -3,8 +3,6 @@
 After a failure each member reports it to the leader, or what it was doing. The cause follows from these answers.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ After a failure between start and resume no replica is resumed. If the sync is r
 and the others discard what they have loaded, stay paused and load everything again. If not, all must be replaced.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -5,8 +5,6 @@ sleep. A publication wakes the memory of the weights, loads and verifies them, a
 memory of the cache wake, and they generate again.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Literal

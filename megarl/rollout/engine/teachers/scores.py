@@ -1,7 +1,5 @@
 """Requests to a teacher's engine about the samples of a group, and the rows with its answers. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Declares every metric of megarl once; `docs/reference/metrics.md` is generated from the tables of these files."""
 
-from __future__ import annotations
-
 from megarl.telemetry.metrics.declarations.of_batch import BATCH, DATA, PROMPT_GROUPS, REWARD
 from megarl.telemetry.metrics.declarations.of_rollout import AGENT, ROLLOUT
 from megarl.telemetry.metrics.declarations.of_run import EVAL, MONITOR, TOTAL

@@ -1,7 +1,5 @@
 """Metrics of the batch of a step: rewards, prompt groups, samples and tokens, training sets."""
 
-from __future__ import annotations
-
 from megarl.telemetry.metrics.registry import Metric
 
 REWARD = [

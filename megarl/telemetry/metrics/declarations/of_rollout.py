@@ -1,7 +1,5 @@
 """Metrics of generation: engines, versions, lost parts, and agents with their tools."""
 
-from __future__ import annotations
-
 from megarl.telemetry.metrics.registry import Metric
 
 ROLLOUT = [

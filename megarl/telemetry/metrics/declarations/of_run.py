@@ -1,7 +1,5 @@
 """Metrics of the run as a whole: held-out evaluations, alarms of the monitor, and totals."""
 
-from __future__ import annotations
-
 from megarl.telemetry.metrics.registry import Metric
 
 EVAL = [

@@ -1,7 +1,5 @@
 """Metrics of time and memory: weight sync, the phases of a step, throughput."""
 
-from __future__ import annotations
-
 from megarl.telemetry.metrics.registry import Metric
 
 SYNC = [

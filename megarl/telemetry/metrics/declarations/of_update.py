@@ -1,7 +1,5 @@
 """Metrics of the update: the loss and its terms, corrections, and how far engine and trainer differ."""
 
-from __future__ import annotations
-
 from megarl.telemetry.metrics.registry import Metric
 
 POLICY = [
