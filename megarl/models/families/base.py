@@ -63,59 +63,46 @@ EMBEDDING = (
     ),
 )
 
-NORMS = (
-    Rule(f"{MEGATRON}.input_layernorm.weight", (Source(f"{HF}.input_layernorm.weight", "hidden"),), where="layer"),
-    Rule(
-        f"{MEGATRON}.pre_mlp_layernorm.weight",
-        (Source(f"{HF}.post_attention_layernorm.weight", "hidden"),),
-        where="layer",
-    ),
-)
 
+def layer_rule(
+    megatron: str, hf: str, shape: str, axis: int | None = None, where: RuleScope = "layer", **more: Any,  # noqa: ANN401
+) -> Rule:  # fmt: skip
+    """Return the rule of a parameter of a layer that is one Hugging Face tensor, by their names in the layer.
+
+    `more`: further fields of `Rule`.
+    """
+    return Rule(f"{MEGATRON}.{megatron}", (Source(f"{HF}.{hf}", shape),), axis, where, **more)
+
+
+NORMS = (
+    layer_rule("input_layernorm.weight", "input_layernorm.weight", "hidden"),
+    layer_rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
+)
+# The sources of Megatron's fused projection, and the symbols of their rows.
+_QKV = (("q", "q"), ("k", "kv"), ("v", "kv"))
 ATTENTION = (
     Rule(
         f"{MEGATRON}.self_attention.linear_qkv.weight",
-        (
-            Source(f"{HF}.self_attn.q_proj.weight", "q hidden"),
-            Source(f"{HF}.self_attn.k_proj.weight", "kv hidden"),
-            Source(f"{HF}.self_attn.v_proj.weight", "kv hidden"),
-        ),
+        tuple(Source(f"{HF}.self_attn.{name}_proj.weight", f"{rows} hidden") for name, rows in _QKV),
         axis=0,
         where="layer",
         arrange=qkv,
     ),
     Rule(
         f"{MEGATRON}.self_attention.linear_qkv.bias",
-        (
-            Source(f"{HF}.self_attn.q_proj.bias", "q"),
-            Source(f"{HF}.self_attn.k_proj.bias", "kv"),
-            Source(f"{HF}.self_attn.v_proj.bias", "kv"),
-        ),
+        tuple(Source(f"{HF}.self_attn.{name}_proj.bias", rows) for name, rows in _QKV),
         axis=0,
         where="layer",
         arrange=qkv,
         when=lambda info: info.qkv_bias,
     ),
-    Rule(
-        f"{MEGATRON}.self_attention.q_layernorm.weight",
-        (Source(f"{HF}.self_attn.q_norm.weight", "head_dim"),),
-        where="layer",
-        when=lambda info: info.qk_norm,
+    *(
+        layer_rule(f"self_attention.{name}_layernorm.weight", f"self_attn.{name}_norm.weight", "head_dim",
+                   when=lambda info: info.qk_norm)
+        for name in ("q", "k")
     ),
-    Rule(
-        f"{MEGATRON}.self_attention.k_layernorm.weight",
-        (Source(f"{HF}.self_attn.k_norm.weight", "head_dim"),),
-        where="layer",
-        when=lambda info: info.qk_norm,
-    ),
-    Rule(
-        f"{MEGATRON}.self_attention.linear_proj.weight",
-        (Source(f"{HF}.self_attn.o_proj.weight", "hidden q"),),
-        axis=1,
-        where="layer",
-    ),
-)
-
+    layer_rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden q", axis=1),
+)  # fmt: skip
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -137,12 +124,7 @@ def mlp_rules(
             where=where,
             per_source=True,
         ),
-        Rule(
-            f"{MEGATRON}.{megatron}.linear_fc2.weight",
-            (Source(f"{HF}.{hf}.{outwards}.weight", f"hidden {columns}"),),
-            axis=1,
-            where=where,
-        ),
+        layer_rule(f"{megatron}.linear_fc2.weight", f"{hf}.{outwards}.weight", f"hidden {columns}", 1, where),
     )
 
 
@@ -157,7 +139,7 @@ def expert_rules(
     Hugging Face names: `router`.weight, `experts`.{number}.{projection}.weight.
     """
     return (
-        Rule(f"{MEGATRON}.mlp.router.weight", (Source(f"{HF}.{router}.weight", "experts hidden"),), where="moe_layer"),
+        layer_rule("mlp.router.weight", f"{router}.weight", "experts hidden", where="moe_layer"),
         *mlp_rules("mlp.experts.local_experts.{expert}", f"{experts}.{{expert}}", "moe_ffn", "moe_layer", projections),
     )
 

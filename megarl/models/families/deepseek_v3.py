@@ -8,17 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.models.architecture.architecture import LatentAttention, ModelInfo
-from megarl.models.architecture.mapping import Rule, Source
 from megarl.models.architecture.rope import read_rope
 from megarl.models.families.base import (
     DENSE_MLP,
     EMBEDDING,
     EXPERTS,
     HEAD,
-    HF,
-    MEGATRON,
     NORMS,
     Family,
+    layer_rule,
     mlp_rules,
     no_attention_bias,
     refuse_single_expert,
@@ -26,7 +24,7 @@ from megarl.models.families.base import (
 
 LATENT_NORM_EPS = 1e-6  # transformers ignores rms_norm_eps in these norms; vLLM uses it
 
-_ATT, _MG_ATT = f"{HF}.self_attn", f"{MEGATRON}.self_attention"
+_ATT, _MG = "self_attn", "self_attention"
 
 
 def _compressed(info: ModelInfo) -> bool:
@@ -34,56 +32,19 @@ def _compressed(info: ModelInfo) -> bool:
 
 
 LATENT_ATTENTION = (
-    Rule(
-        f"{_MG_ATT}.linear_q_proj.weight",
-        (Source(f"{_ATT}.q_proj.weight", "q hidden"),),
-        axis=0,
-        where="layer",
-        when=lambda info: not _compressed(info),
-    ),
-    Rule(
-        f"{_MG_ATT}.linear_q_down_proj.weight",
-        (Source(f"{_ATT}.q_a_proj.weight", "q_rank hidden"),),
-        axis=0,
-        where="layer",
-        when=_compressed,
-    ),
-    Rule(
-        f"{_MG_ATT}.q_layernorm.weight",
-        (Source(f"{_ATT}.q_a_layernorm.weight", "q_rank"),),
-        where="layer",
-        when=_compressed,
-    ),
-    Rule(
-        f"{_MG_ATT}.linear_q_up_proj.weight",
-        (Source(f"{_ATT}.q_b_proj.weight", "q q_rank"),),
-        axis=0,
-        where="layer",
-        when=_compressed,
-    ),
-    Rule(
-        f"{_MG_ATT}.linear_kv_down_proj.weight",
-        (Source(f"{_ATT}.kv_a_proj_with_mqa.weight", "latent hidden"),),
-        axis=0,
-        where="layer",
-    ),
-    Rule(f"{_MG_ATT}.kv_layernorm.weight", (Source(f"{_ATT}.kv_a_layernorm.weight", "kv_rank"),), where="layer"),
-    Rule(
-        f"{_MG_ATT}.linear_kv_up_proj.weight",
-        (Source(f"{_ATT}.kv_b_proj.weight", "kv_up kv_rank"),),
-        axis=0,
-        where="layer",
-    ),
-    Rule(f"{_MG_ATT}.linear_proj.weight", (Source(f"{_ATT}.o_proj.weight", "hidden values"),), axis=1, where="layer"),
-)
-
+    layer_rule(f"{_MG}.linear_q_proj.weight", f"{_ATT}.q_proj.weight", "q hidden", 0,
+               when=lambda info: not _compressed(info)),
+    layer_rule(f"{_MG}.linear_q_down_proj.weight", f"{_ATT}.q_a_proj.weight", "q_rank hidden", 0, when=_compressed),
+    layer_rule(f"{_MG}.q_layernorm.weight", f"{_ATT}.q_a_layernorm.weight", "q_rank", when=_compressed),
+    layer_rule(f"{_MG}.linear_q_up_proj.weight", f"{_ATT}.q_b_proj.weight", "q q_rank", 0, when=_compressed),
+    layer_rule(f"{_MG}.linear_kv_down_proj.weight", f"{_ATT}.kv_a_proj_with_mqa.weight", "latent hidden", 0),
+    layer_rule(f"{_MG}.kv_layernorm.weight", f"{_ATT}.kv_a_layernorm.weight", "kv_rank"),
+    layer_rule(f"{_MG}.linear_kv_up_proj.weight", f"{_ATT}.kv_b_proj.weight", "kv_up kv_rank", 0),
+    layer_rule(f"{_MG}.linear_proj.weight", f"{_ATT}.o_proj.weight", "hidden values", 1),
+)  # fmt: skip
+_BIAS = "mlp.gate.e_score_correction_bias"
 SHARED_EXPERTS = (
-    Rule(
-        f"{MEGATRON}.mlp.router.expert_bias",
-        (Source(f"{HF}.mlp.gate.e_score_correction_bias", "experts"),),
-        where="moe_layer",
-        buffer=True,
-    ),
+    layer_rule("mlp.router.expert_bias", _BIAS, "experts", where="moe_layer", buffer=True),
     *mlp_rules("mlp.shared_experts", "mlp.shared_experts", "shared_ffn", "moe_layer"),
 )
 

@@ -23,6 +23,7 @@ from megarl.models.families.base import (
     MEGATRON,
     NORMS,
     Family,
+    layer_rule,
     mlp_rules,
     no_attention_bias,
 )
@@ -56,27 +57,17 @@ def _by_key_head(info: ModelInfo) -> list[Piece]:
     return pieces
 
 
+def _delta_rule(megatron: str, hf: str, shape: str, axis: int | None = None, **more: Any) -> Rule:  # noqa: ANN401
+    return layer_rule(f"self_attention.{megatron}", f"linear_attn.{hf}", shape, axis, "delta_layer", **more)
+
+
 def _delta_rules(projection: Rule) -> tuple[Rule, ...]:
     return (
         projection,
-        Rule(
-            f"{_MG}.conv1d.weight",
-            (Source(f"{_HF}.conv1d.weight", "delta_mixed one delta_conv"),),
-            axis=0,
-            where="delta_layer",
-            sections=_mixed,
-        ),
-        *(
-            Rule(f"{_MG}.{name}", (Source(f"{_HF}.{name}", "delta_heads"),), axis=0, where="delta_layer", fp32=True)
-            for name in ("dt_bias", "A_log")
-        ),
-        Rule(f"{_MG}.out_norm.weight", (Source(f"{_HF}.norm.weight", "delta_value"),), where="delta_layer"),
-        Rule(
-            f"{_MG}.out_proj.weight",
-            (Source(f"{_HF}.out_proj.weight", "hidden delta_values"),),
-            axis=1,
-            where="delta_layer",
-        ),
+        _delta_rule("conv1d.weight", "conv1d.weight", "delta_mixed one delta_conv", 0, sections=_mixed),
+        *(_delta_rule(name, name, "delta_heads", 0, fp32=True) for name in ("dt_bias", "A_log")),
+        _delta_rule("out_norm.weight", "norm.weight", "delta_value"),
+        _delta_rule("out_proj.weight", "out_proj.weight", "hidden delta_values", 1),
     )
 
 
@@ -111,11 +102,7 @@ _IN_PROJ_BY_KEY_HEAD = replace(
 )
 _ATTENTION = tuple(map(_gated, ATTENTION))
 _SHARED_EXPERT = (
-    Rule(
-        f"{MEGATRON}.mlp.shared_experts.gate_weight",
-        (Source(f"{HF}.mlp.shared_expert_gate.weight", "one hidden"),),
-        where="moe_layer",
-    ),
+    layer_rule("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", "one hidden", where="moe_layer"),
     *mlp_rules("mlp.shared_experts", "mlp.shared_expert", "shared_ffn", "moe_layer"),
 )
 
