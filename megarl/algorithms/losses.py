@@ -118,9 +118,8 @@ _TINY = 1e-8
 class DPPOOptions(Section):
     """The trust region, and the bound of the importance weight (section 5.4 of the paper: a large one)."""
 
-    divergence: Literal["tv", "kl"] = Field(
-        "tv", description="tv: total variation of the two outcomes, abs(p - q); kl: KL(old || new) of the two outcomes."
-    )
+    divergence: Literal["tv", "kl"] = "tv"
+    """tv: total variation of the two outcomes, abs(p - q); kl: KL(old || new) of the two outcomes."""
     low: float = Field(0.2, ge=0, description="Largest divergence at which tokens of negative advantage are trained.")
     high: float = Field(0.2, ge=0, description="Largest divergence at which other tokens are trained.")
     cap: float = Field(20.0, ge=1, description="Largest importance weight.")

@@ -36,19 +36,13 @@ CAPPED, BANDED = ("token_tis", "sequence_tis"), ("icepop", "sequence_mis")
 class MaskConfig(Section):
     """Excludes tokens or whole sequences on which the two policies are too far apart."""
 
-    kind: MaskKind = Field(
-        ...,
-        description="The bounded quantity. token, sequence, geometric: p / q of the token, its product over the "
-        "sequence, its geometric mean. The others are verl's, by name and bounds: an estimate of KL(q to p), k1 = "
-        "log(q / p), k2 = log(p / q)^2 / 2 or k3 = p / q - 1 - log(p / q), of the token or as sum, mean or maximum "
-        "over the sequence.",
-    )
-    low: float | None = Field(
-        None,
-        gt=0,
-        description="Least ratio that `token`, `sequence` and `geometric` keep; for k1 the least exp(k1), which is a "
-        "ratio q / p. Default: 1 / high. k2 and k3 have none.",
-    )
+    kind: MaskKind
+    """The bounded quantity. token, sequence, geometric: p / q of the token, its product over the sequence, its
+    geometric mean. The others are verl's, by name and bounds: an estimate of KL(q to p), k1 = log(q / p), k2 = log(p /
+    q)^2 / 2 or k3 = p / q - 1 - log(p / q), of the token or as sum, mean or maximum over the sequence."""
+    low: float | None = Field(None, gt=0)
+    """Least ratio that `token`, `sequence` and `geometric` keep; for k1 the least exp(k1), which is a ratio q / p.
+    Default: 1 / high. k2 and k3 have none."""
     high: float = Field(..., gt=0, description="The largest such ratio; for k2 and k3 the largest estimate in nats.")
 
     @property
@@ -62,34 +56,25 @@ class MaskConfig(Section):
 class CorrectionConfig(Section):
     """Corrects the policy loss for tokens sampled by older weights or with the engine's arithmetic."""
 
-    kind: Literal["auto", WeightKind] = Field(
-        "auto",
-        description="Multiplies each token's policy loss by a weight. q is the engine's probability of the token, p "
-        "the trainer's before the first update of the step, which is then also the denominator of the ratio "
-        "(decoupled PPO). token_tis: truncated importance sampling, min(p / q, cap). sequence_tis: the same with "
-        "the product of p / q over the sequence. icepop: p / q inside [low, high], otherwise 0. sequence_mis: the "
-        "same with the product. Several mini-batches need a log-prob pass (see `proximal`). auto: token_tis if "
-        "generation runs ahead of training, otherwise none, as with `admission.mode: sync`.",
-    )
+    kind: Literal["auto", WeightKind] = "auto"
+    """Multiplies each token's policy loss by a weight. q is the engine's probability of the token, p the trainer's
+    before the first update of the step, which is then also the denominator of the ratio (decoupled PPO). token_tis:
+    truncated importance sampling, min(p / q, cap). sequence_tis: the same with the product of p / q over the sequence.
+    icepop: p / q inside [low, high], otherwise 0. sequence_mis: the same with the product. Several mini-batches need a
+    log-prob pass (see `proximal`). auto: token_tis if generation runs ahead of training, otherwise none, as with
+    `admission.mode: sync`."""
     cap: float = Field(2.0, ge=1, description="Largest weight (C) of token_tis and sequence_tis.")
     low: float = Field(0.5, gt=0, le=1, description="Least ratio p / q that icepop and sequence_mis keep.")
     high: float = Field(2.0, ge=1, description="Largest ratio p / q that icepop and sequence_mis keep.")
-    masks: list[MaskConfig] = Field(
-        default_factory=list,
-        description="Tokens to exclude from the policy loss, with any weight or none. A token stays only if every "
-        "mask keeps it.",
-    )
-    denominator: Literal["trained", "kept"] = Field(
-        "trained",
-        description="Whether masked tokens count when token losses are averaged. trained: they do, so the weight of "
-        "the others does not depend on them (as in AReaL and TRL). kept: they do not, nor in the KL and entropy terms "
-        "(as in verl); this needs a log-prob pass. A weight of 0 always counts.",
-    )
-    proximal: ProximalKind = Field(
-        "trainer",
-        description="p in a step of several updates. trainer: from a log-prob pass before the first. loglinear: no "
-        "pass, interpolated by version between the engine's and the current log-prob (AReaL's approximation).",
-    )
+    masks: list[MaskConfig] = Field(default_factory=list)
+    """Tokens to exclude from the policy loss, with any weight or none. A token stays only if every mask keeps it."""
+    denominator: Literal["trained", "kept"] = "trained"
+    """Whether masked tokens count when token losses are averaged. trained: they do, so the weight of the others does
+    not depend on them (as in AReaL and TRL). kept: they do not, nor in the KL and entropy terms (as in verl); this
+    needs a log-prob pass. A weight of 0 always counts."""
+    proximal: ProximalKind = "trainer"
+    """p in a step of several updates. trainer: from a log-prob pass before the first. loglinear: no pass, interpolated
+    by version between the engine's and the current log-prob (AReaL's approximation)."""
 
 
 @dataclass(frozen=True)

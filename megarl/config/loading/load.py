@@ -321,4 +321,4 @@ def _meaning(loc: tuple[int | str, ...]) -> str:
         inner = section_of(field.annotation)
         text = field.description or (inner.__doc__ if inner else None) or text
         section = inner or section
-    return text
+    return " ".join(text.split())

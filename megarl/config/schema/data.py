@@ -21,17 +21,15 @@ class SetRewardConfig(Section):
     """The reward function of one set; default: the section `reward`."""
 
     function: str | None = Field(None, description="As `reward.function`.")
-    kwargs: Passed | None = Field(
-        None, description="Arguments bound to the function; default: none if `function` is given, else `reward.kwargs`."
-    )
+    kwargs: Passed | None = None
+    """Arguments bound to the function; default: none if `function` is given, else `reward.kwargs`."""
 
 
 class SetSamplingConfig(Section):
     """Sampling of the training responses of one set; default: the section `sampling`."""
 
-    temperature: float | None = Field(
-        None, gt=0, description="Temperature; the trainer divides the logits of these samples by it as well."
-    )
+    temperature: float | None = Field(None, gt=0)
+    """Temperature; the trainer divides the logits of these samples by it as well."""
     max_tokens: int | None = Field(None, ge=1, description="Upper bound of response tokens, EOS included.")
 
 
@@ -55,9 +53,8 @@ class TrainSetConfig(PromptSetConfig):
 
     weight: float = Field(1.0, gt=0, description="Share of the groups, relative to the other sets' weights.")
     from_step: int = Field(0, ge=0, description="The first step whose groups are drawn from the set.")
-    until_step: int | None = Field(
-        None, ge=1, description="The first step that draws no more groups from the set; null: to the end."
-    )
+    until_step: int | None = Field(None, ge=1)
+    """The first step that draws no more groups from the set; null: to the end."""
     demonstration_field: str | None = Field(None, description="As `data.demonstration_field`; empty: none.")
     teacher: str | None = Field(None, description="As `data.teacher`; empty: none.")
     sampling: SetSamplingConfig = SetSamplingConfig()
@@ -75,45 +72,29 @@ class DataConfig(Section):
 
     path: Path | None = Field(None, description="JSONL or Parquet file; required unless there are `sets`.")
     sets: list[TrainSetConfig] = Field(default_factory=list, description="Several training sets, instead of `path`.")
-    format: RowFormat = Field(
-        "auto",
-        description="auto recognises GSM8K (question/answer with ####), problem/answer, messages/answer and verl's "
-        "files (prompt/reward_model.ground_truth, as DAPO-Math-17k is published).",
-    )
+    format: RowFormat = "auto"
+    """auto recognises GSM8K (question/answer with ####), problem/answer, messages/answer and verl's files
+    (prompt/reward_model.ground_truth, as DAPO-Math-17k is published)."""
     prompt_field: str = Field("prompt", description="With `fields`: a string, or a list of chat messages.")
     answer_field: str = Field("answer", description="With `fields`: the reference answer.")
-    images_field: str | None = Field(
-        None,
-        description="A field with the images of the prompt (docs/training/vision.md): a path relative to the file, "
-        "Hugging Face's {bytes, path}, or a list of these. null: rows with a column `images` are refused if the model "
-        "has a vision tower.",
-    )
-    tools_field: str | None = Field(
-        None,
-        description="A field with the row's own tools (a list of OpenAI's schemas, or its JSON text), which its prompt "
-        "shows to the model instead of those of `tools`; with `tools` each must have the name of one of them. null: "
-        "rows with a column `tools` are refused.",
-    )
-    demonstration_field: str | None = Field(
-        None,
-        description="A field with a response for the model to learn (supervised fine-tuning, by the loss term "
-        "`ce`). No engine generates for such a prompt and nothing is scored (docs/training.md). null: the model "
-        "generates responses.",
-    )
-    teacher: str | None = Field(
-        None, description="Name of the teacher in `teachers` that scores the policy's responses."
-    )
+    images_field: str | None = None
+    """A field with the images of the prompt (docs/training/vision.md): a path relative to the file, Hugging Face's
+    {bytes, path}, or a list of these. null: rows with a column `images` are refused if the model has a vision tower."""
+    tools_field: str | None = None
+    """A field with the row's own tools (a list of OpenAI's schemas, or its JSON text), which its prompt shows to the
+    model instead of those of `tools`; with `tools` each must have the name of one of them. null: rows with a column
+    `tools` are refused."""
+    demonstration_field: str | None = None
+    """A field with a response for the model to learn (supervised fine-tuning, by the loss term `ce`). No engine
+    generates for such a prompt and nothing is scored (docs/training.md). null: the model generates responses."""
+    teacher: str | None = None
+    """Name of the teacher in `teachers` that scores the policy's responses."""
     system_prompt: str | None = Field(None, description="Prepended as a system message.")
     suffix: str = Field("", description="Appended to every user message, e.g. an answer-format instruction.")
-    chat_template_kwargs: Passed = Field(
-        default_factory=dict,
-        description="Variables of the tokenizer's chat template, e.g. `{enable_thinking: false}` of Qwen3.",
-    )
-    max_prompt_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Longest prompt; default: the longest that fits the engine and a micro-batch.",
-    )
+    chat_template_kwargs: Passed = Field(default_factory=dict)
+    """Variables of the tokenizer's chat template, e.g. `{enable_thinking: false}` of Qwen3."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Longest prompt; default: the longest that fits the engine and a micro-batch."""
     overlong_prompts: Literal["error", "skip"] = Field("error", description="Refuse longer prompts or skip them.")
     shuffle: bool = Field(True, description="Draw prompts in a seeded random order that is new in each epoch.")
     curriculum: CurriculumConfig = CurriculumConfig()
@@ -123,41 +104,24 @@ class RewardConfig(Section):
     """The reward function, which runs in processes that can be killed."""
 
     function: str = Field("math", description="`gsm8k`, `math`, `code`, or an import path `package.module:function`.")
-    kwargs: Passed = Field(
-        default_factory=dict,
-        description="Keyword arguments bound to the function; `{env: NAME}` for a secret (docs/configuration.md).",
-    )
-    workers: int = Field(
-        1,
-        ge=1,
-        description="Reward processes; each runs the functions of all sets. Divided among the "
-        "controller and `rollout.agent_workers`.",
-    )
+    kwargs: Passed = Field(default_factory=dict)
+    """Keyword arguments bound to the function; `{env: NAME}` for a secret (docs/configuration.md)."""
+    workers: int = Field(1, ge=1)
+    """Reward processes; each runs the functions of all sets. Divided among the controller and `rollout.agent_workers`.
+    """
     timeout_s: float = Field(10.0, gt=0, description="Seconds per sample, after which its process is killed.")
-    memory_gib: float | None = Field(
-        4.0,
-        gt=0,
-        description="GiB that each reward process may allocate (RLIMIT_DATA) before the function gets a MemoryError; "
-        "null = no limit.",
-    )
-    on_error: Literal["drop"] | Annotated[float, Field(allow_inf_nan=False)] = Field(
-        "drop",
-        description="Treatment of a sample whose function hung, raised, crashed or returned no finite number: "
-        "`drop` counts it as failed and does not train on it; a number becomes its reward. In evaluation `drop` "
-        "counts it as wrong.",
-    )
-    max_error_share: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="The run ends if a function fails for more than this share of its latest 64 samples, and for at "
-        "least 16 of them; 1 = never.",
-    )
-    trial_call: bool = Field(
-        True,
-        description="Call each function once before anything starts, with the first row of a set and its reference "
-        "answer as the response. false: only import it.",
-    )
+    memory_gib: float | None = Field(4.0, gt=0)
+    """GiB that each reward process may allocate (RLIMIT_DATA) before the function gets a MemoryError; null = no limit.
+    """
+    on_error: Literal["drop"] | Annotated[float, Field(allow_inf_nan=False)] = "drop"
+    """Treatment of a sample whose function hung, raised, crashed or returned no finite number: `drop` counts it as
+    failed and does not train on it; a number becomes its reward. In evaluation `drop` counts it as wrong."""
+    max_error_share: float = Field(0.5, ge=0, le=1)
+    """The run ends if a function fails for more than this share of its latest 64 samples, and for at least 16 of them;
+    1 = never."""
+    trial_call: bool = True
+    """Call each function once before anything starts, with the first row of a set and its reference answer as the
+    response. false: only import it."""
 
     @property
     def expects_failures(self) -> bool:
@@ -189,9 +153,8 @@ class EvalSetConfig(PromptSetConfig):
     """One held-out set. A key that is left out has the value of `data`, `reward` or `evaluation`."""
 
     limit: int | None = Field(None, ge=1, description="Use only this many problems from the start of the file.")
-    max_tokens: int | None = Field(
-        None, ge=1, description="Upper bound of response tokens; default `evaluation.max_tokens`."
-    )
+    max_tokens: int | None = Field(None, ge=1)
+    """Upper bound of response tokens; default `evaluation.max_tokens`."""
     sampling: EvalSetSamplingConfig = EvalSetSamplingConfig()
 
 
@@ -200,14 +163,11 @@ class EvaluationConfig(Section):
 
     sets: list[EvalSetConfig] = Field(default_factory=list, description="Held-out sets; empty = no evaluation.")
     every: int = Field(0, ge=0, description="Steps between evaluations; 0 = only before and after.")
-    concurrent: bool | None = Field(
-        None,
-        description="Continue training during an evaluation. Its requests give way to training, and its report has "
-        "the versions of its tokens. The run always waits for evaluations before the first step and after the last. "
-        "Default: true where generation runs ahead (`admission.mode`), except with `rollout.share_gpus`, and with "
-        "`checkpoint.keep_best` or `run.deterministic`, which need one version.",
-    )
-    max_tokens: int | None = Field(
-        None, ge=1, description="Upper bound of response tokens; default `sampling.max_tokens`."
-    )
+    concurrent: bool | None = None
+    """Continue training during an evaluation. Its requests give way to training, and its report has the versions of its
+    tokens. The run always waits for evaluations before the first step and after the last. Default: true where
+    generation runs ahead (`admission.mode`), except with `rollout.share_gpus`, and with `checkpoint.keep_best` or
+    `run.deterministic`, which need one version."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Upper bound of response tokens; default `sampling.max_tokens`."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()

@@ -50,24 +50,18 @@ class RuleConfig(Section):
 
     threshold: float = Field(description="Alarm beyond it; the rule says on which side.")
     patience: int = Field(ge=1, description="Consecutive steps with a known value that must be beyond the threshold.")
-    action: Literal["off", "warn", "skip", "sync", "stop", "quarantine"] = Field(
-        description="What the alarm does; off: the rule is not judged. quarantine is only for `replica_gap`, which "
-        "has no skip or sync: the replica gets no more requests, and the next publication replaces it. The last one "
-        "for training stays."
-    )
+    action: Literal["off", "warn", "skip", "sync", "stop", "quarantine"] = Field()
+    """What the alarm does; off: the rule is not judged. quarantine is only for `replica_gap`, which has no skip or
+    sync: the replica gets no more requests, and the next publication replaces it. The last one for training stays."""
 
 
 class MonitorConfig(Section):
     """Alarms on what each step measures, and what they do (docs/observability/monitor.md)."""
 
-    rules: dict[RuleName, RuleConfig] = Field(
-        default_factory=dict,
-        validate_default=True,
-        description="Changes to single rules, e.g. `monitor.rules.ess.action=stop`.",
-    )
-    min_tokens: int = Field(
-        256, ge=1, description="Fewest tokens of a replica, or of a version lag, on which its log-probs are judged."
-    )
+    rules: dict[RuleName, RuleConfig] = Field(default_factory=dict, validate_default=True)
+    """Changes to single rules, e.g. `monitor.rules.ess.action=stop`."""
+    min_tokens: int = Field(256, ge=1)
+    """Fewest tokens of a replica, or of a version lag, on which its log-probs are judged."""
 
     @field_validator("rules", mode="before")
     @classmethod
