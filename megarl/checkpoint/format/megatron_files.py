@@ -16,10 +16,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from megarl.checkpoint.format.keys import StoredTensor, is_model_key, problems_of, resolve, stored_tensors
 from megarl.checkpoint.format.shard_index import read_metadata
@@ -30,9 +30,6 @@ from megarl.models.hf.gather import segments
 from megarl.models.hf.model_files import SHARD_INDEX, megatron_step
 from megarl.models.hf.read_config import load_info
 from megarl.models.megatron.shards import table
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 # The class names under which torch.save stores untyped bytes together with their dtype.
 _STORAGES = {

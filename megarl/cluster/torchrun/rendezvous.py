@@ -8,8 +8,6 @@ torchrun finds the backend through the entry point group `torchrun.handlers` (`e
 nodes needs MEGARL_RUN_DIR, whose secret the agents have in common; a single agent makes a key for itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import os
@@ -17,8 +15,8 @@ import secrets
 import signal
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
+from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
@@ -37,9 +35,6 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from megarl.cluster.torchrun import NAME, SERVED_BY_VARIABLE
 from megarl.common.trust.run_secret import RUN_DIR_VARIABLE, derived_key, run_secret
 from megarl.common.trust.signed_store import connect_store, serve_store
-
-if TYPE_CHECKING:
-    from torch.distributed import Store, TCPStore
 
 RANKS_STORE_TIMEOUT_S = 300.0  # of one request; torch's own default
 _CODE_BYTES = 32

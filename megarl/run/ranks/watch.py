@@ -12,8 +12,6 @@ a clock that stops while the watcher is suspended, so after a suspend no rank co
 no progress still posts stamps: the bounds of collectives and of calls to the pool end its run.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import platform
@@ -24,9 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
+from torch.distributed import TCPStore
 
 from megarl.common.clocks import RateLimit, WatchedTime
 from megarl.common.errors import NotAuthentic
@@ -35,9 +33,6 @@ from megarl.common.trust.run_secret import derived_key, run_secret
 from megarl.common.trust.signed_store import connect_store, sign, verify
 from megarl.config.schema import TimeoutsConfig
 from megarl.run.ranks.control_group import StoreAddress
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 logger = logging.getLogger(__name__)
 

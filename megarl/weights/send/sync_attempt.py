@@ -27,25 +27,21 @@ end of a broadcast is observed before the buffer is used again.
 Shapes: B bytes of a flat uint8 buffer.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from megarl.common.errors import PeerTimeout, WeightSyncError
+from megarl.models.hf.gather import Gather
 from megarl.weights.group.transport import POLL_S, Group, PendingBroadcast
 from megarl.weights.plan.bucket_packer import BucketPacker
 from megarl.weights.plan.buckets import Bucket, Order
 
-if TYPE_CHECKING:
-    from megarl.models.hf.gather import Gather
-
-Check: TypeAlias = Callable[[str, "Gather"], None]  # raises to end the wait for a gather, at the named place
+Check: TypeAlias = Callable[[str, Gather], None]  # raises to end the wait for a gather, at the named place
 
 
 class SyncAttempt:
