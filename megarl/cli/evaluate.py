@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.cli import standalone
 from megarl.common.errors import ConfigError
-from megarl.config.derived.datasets import HeldOutSet, held_out_sets
+from megarl.config.derived.datasets import held_out_sets
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config
@@ -168,20 +168,17 @@ def eval_config(options: argparse.Namespace) -> Config:
 
 def report_content(reports: Sequence[SetReport], config: Config) -> dict[str, Any]:
     """Return what `--json` writes: the figures of every set with intervals, and how it was sampled and scored."""
-    sets = {each.name: each for each in held_out_sets(config)}
+    conditions = {
+        each.name: {
+            "reward": each.reward.function, "max_tokens": each.max_tokens, "sampling": each.sampling.model_dump(),
+        }
+        for each in held_out_sets(config)
+    }  # fmt: skip
     return {
         "model": str(config.model.path),
         "seed": config.run.seed,
         "responses": str(responses_file(config.run_dir)),
-        "sets": [{**report.to_dict(), **_conditions(sets[report.name])} for report in reports],
-    }
-
-
-def _conditions(chosen: HeldOutSet) -> dict[str, Any]:
-    return {
-        "reward": chosen.reward.function,
-        "max_tokens": chosen.max_tokens,
-        "sampling": chosen.sampling.model_dump(),
+        "sets": [{**report.to_dict(), **conditions[report.name]} for report in reports],
     }
 
 

@@ -46,7 +46,8 @@ class ImageUrls:
             for _ in range(MOST_REDIRECTS + 1):
                 self._check_host(where)
                 host = where.raw_host.decode()
-                pinned = where.copy_with(host=await _public_address(host, where.port or _port(where)))
+                port = where.port or (443 if where.scheme == "https" else 80)
+                pinned = where.copy_with(host=await _public_address(host, port))
                 request = client.build_request(
                     "GET", pinned, headers={"Host": where.netloc.decode()}, extensions={"sni_hostname": host}
                 )
@@ -71,10 +72,6 @@ class ImageUrls:
                 f"images are not fetched from {name!r}: send the image as a data URL, or allow its host "
                 "(gateway.image_hosts)"
             )
-
-
-def _port(url: httpx.URL) -> int:
-    return 443 if url.scheme == "https" else 80
 
 
 async def _public_address(host: str, port: int) -> str:

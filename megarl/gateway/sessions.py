@@ -30,7 +30,6 @@ from megarl.rollout.engine.response_parts import ResponsePart
 ChatMessage = Mapping[str, Any]
 ShownImage = tuple[ImageRef, bytes]  # an image of a prompt, and its file
 
-# Fields of a message that the prompt depends on. Others, such as `refusal` and `annotations`, come from clients.
 MOST_SESSIONS, MOST_TOKENS = 100_000, 100_000_000  # of a gateway
 TOKEN_BYTES = 12
 # Fields of a message that the prompt depends on. Clients add others, such as `refusal` and `annotations`.

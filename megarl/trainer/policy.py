@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megarl import platforms
-from megarl.algorithms.objective.objective import LossFunction, LossInputs, MicroBatchLoss, micro_batch_loss
+from megarl.algorithms.objective.objective import LossFunction, LossInputs, micro_batch_loss
 from megarl.algorithms.objective.stats import LossStats
 from megarl.algorithms.objective.terms import WEIGHT_STREAMS, GlobalCounts, TermCounts, count_terms
 from megarl.algorithms.objective.token_origin import OriginGaps
@@ -102,7 +103,7 @@ class Policy:
         before = anonymous_bytes()
         self.config, self.layout, self.info = config, layout, info
         self._objective = objective_of(config)
-        self._loss = loss or self._configured_loss
+        self._loss = loss or partial(micro_batch_loss, self._objective)
         self._compiled_head = platforms.current().is_cuda
         # A caller's loss may need the entropy; the configured loss needs it for its bonus only.
         self._needs_entropy = loss is not None or self._objective.entropy_coef != 0
@@ -346,9 +347,6 @@ class Policy:
     def learning_rate(self) -> float:
         """The learning rate of the last update; before any update, the schedule's first."""
         return float(self.optimizer.param_groups[0]["lr"])
-
-    def _configured_loss(self, inputs: LossInputs) -> MicroBatchLoss:
-        return micro_batch_loss(self._objective, inputs)
 
     def _term_counts(
         self, samples: Sequence[TrainSample], trained: GlobalCounts, streams: Collection[str]

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.cluster.nodes.commands import exports
+from megarl.common.options import Section
 from megarl.config.checks.secrets import referenced_variables, secret_problems
 from megarl.config.loading.load import to_yaml
 from megarl.config.schema import Config
-from megarl.config.schema.section import Section
 from megarl.rewards.registry import resolve
 from megarl.rewards.types import RewardInput
 from megarl.rollout.engine.engine_args import engine_args

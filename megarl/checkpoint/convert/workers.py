@@ -4,7 +4,6 @@ Workers are forked once, from a process without threads, and are killed when it 
 in the calling process.
 """
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -21,6 +20,7 @@ import torch
 from megarl.checkpoint.convert.target import from_os_error
 from megarl.common.errors import ConversionError
 from megarl.common.process.memory_tuning import map_large_blocks
+from megarl.common.process.processes import die_with_parent
 from megarl.common.values import MIB
 
 T = TypeVar("T")
@@ -102,9 +102,7 @@ class _Here:
 
 
 def _begin(work: Work, reports: Reports, parent: int) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     _Here.work, _Here.reports = staticmethod(work), reports
 

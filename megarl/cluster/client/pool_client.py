@@ -109,7 +109,7 @@ class PoolClient:
                 answer = self._send(connection, method, args, kwargs, timeout_s, check)
             except PartsLost as lost:
                 if self._record.now is None:
-                    raise RolloutError(f"{lost}; see {self._logs / 'controller.log'}") from lost
+                    raise RolloutError(f"{lost}; see {self.handle.run_dir}/logs/controller.log") from lost
                 self._recover(connection, lost)
                 continue
             with self._changed:
@@ -189,10 +189,6 @@ class PoolClient:
         """Return the bound of all attempts at a publication, including its calls to the controller."""
         timeouts, restarts = self.timeouts, self._sync_repeats
         return (restarts + 1) * timeouts.weight_sync_s + restarts * timeouts.engine_start_s + 10 * timeouts.rpc_s
-
-    @property
-    def _logs(self) -> Path:
-        return Path(self.handle.run_dir) / "logs"
 
     def members(self) -> list[int]:
         """Return the indices of the replicas in the current publication, or in the next."""

@@ -18,7 +18,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from megarl.cluster.nodes.spec import LaunchSpec
-from megarl.cluster.nodes.topology import NodePlan
 from megarl.cluster.pool.pool_process import attach_supervisor
 from megarl.cluster.pool.ray_head import (
     OBJECT_STORE_BYTES,
@@ -79,12 +78,8 @@ def main() -> int:
             code = 1
             break
     ray_node.kill_all_processes(check_alive=False, allow_graceful=True)
-    keep_logs(private, _log_dir(launch, node))
+    keep_logs(private, launch.run_dir / "logs" / f"ray-node-{node.index}")
     return code
-
-
-def _log_dir(launch: LaunchSpec, node: NodePlan) -> Path:
-    return launch.run_dir / "logs" / f"ray-node-{node.index}"
 
 
 def _start(address: str, share: RayShare, temp_dir: Path, ports: ReservedPorts) -> Node:

@@ -6,7 +6,7 @@ With shared nodes, every node has a share of both pools, and the supervisor runs
 
 from dataclasses import dataclass
 
-from megarl.config.derived.pools import Pools, resolve_pools
+from megarl.config.derived.pools import resolve_pools
 from megarl.config.schema import Config
 from megarl.config.schema.job import STOP_MARGIN_S, LaunchConfig, TimeoutsConfig
 
@@ -61,6 +61,7 @@ def make_topology(config: Config) -> Topology:
     """Assign ranks, engines and the supervisor to nodes. Raises ConfigError as `resolve_pools` does."""
     pools = resolve_pools(config)
     engines = pools.rollout.gpus_per_node // config.rollout.tensor_parallel
+    supervisor = 0 if pools.shared else pools.trainer.nodes
     nodes = []
     for index in range(pools.nodes):
         trains = pools.shared or index < pools.trainer.nodes
@@ -72,14 +73,10 @@ def make_topology(config: Config) -> Topology:
                 trainer_devices=pools.trainer.devices if trains else (),
                 rollout_devices=pools.rollout.devices if rolls else (),
                 engines=engines if rolls else 0,
-                supervisor=index == _supervisor(pools),
+                supervisor=index == supervisor,
             )
         )
     return Topology(tuple(nodes), pools.trainer.nodes, pools.trainer.gpus_per_node)
-
-
-def _supervisor(pools: Pools) -> int:
-    return 0 if pools.shared else pools.trainer.nodes
 
 
 def stop_seconds(launch: LaunchConfig, timeouts: TimeoutsConfig) -> int:

@@ -137,12 +137,17 @@ def collect_for_loops(*, shipped: bool) -> None:
 
 
 @contextmanager
-def collections_paused() -> Iterator[None]:
-    """Disable collections in the block, for work at a start that takes less time than a visit of all objects."""
+def collections_paused(*, freeze: bool = False) -> Iterator[None]:
+    """Disable collections in the block, for work at a start that takes less time than a visit of all objects.
+
+    `freeze`: later collections leave out all objects that exist at its end.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        if freeze:
+            gc.freeze()
         if enabled:
             gc.enable()

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megarl.common.options import Passed, Section
 from megarl.config.schema.agent import AgentConfig, ToolConfig
 from megarl.config.schema.algorithm import AlgorithmConfig, TeacherConfig
 from megarl.config.schema.data import DataConfig, EvaluationConfig, RewardConfig
@@ -21,7 +22,6 @@ from megarl.config.schema.job import (
     TimeoutsConfig,
 )
 from megarl.config.schema.monitor import MonitorConfig
-from megarl.config.schema.section import Passed, Section
 
 # What the trainer's backward pass recomputes; a number: the first layers of each stage.
 Recompute = Literal["auto", "none", "selective", "full"] | Annotated[int, Field(ge=1)]

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from megarl.config.schema.section import Passed, Section
+from megarl.common.options import Passed, Section
 
 SINGLE_TURN, TOOL_AGENT, HARNESS = "single_turn", "tool_agent", "harness"
 VERIFIERS = "megarl.environments.verifiers_loop:Verifiers"  # shipped too, but named by its import path

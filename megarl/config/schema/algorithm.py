@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from megarl.algorithms.correction.config import CorrectionConfig
-from megarl.config.schema.section import Passed, Section
+from megarl.common.options import Passed, Section
 
 
 class TeacherConfig(Section):

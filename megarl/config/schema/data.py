@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megarl.common.options import Passed, Section
 from megarl.config.schema.agent import ToolConfig
-from megarl.config.schema.section import Passed, Section
 
 RowFormat = Literal["auto", "gsm8k", "problem_answer", "messages", "verl", "fields"]
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megarl.config.schema.section import Section
+from megarl.common.options import Section
 
 STOP_MARGIN_S = 300  # for the step in progress, in addition to a save, when a run has to end
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, field_validator
 
-from megarl.config.schema.section import Section
+from megarl.common.options import Section
 
 RuleName = Literal[
     "ess", "k3_kl", "ratio_tail", "logprob_gap", "replica_gap", "truncated", "no_signal", "entropy", "residue",

@@ -107,10 +107,6 @@ _SHARED_EXPERT = (
 )
 
 
-def _language(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    return language_config(raw) if "text_config" in raw else raw
-
-
 def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
     no_attention_bias(raw)
     layers = int(raw["num_hidden_layers"])
@@ -174,7 +170,7 @@ DENSE_FAMILY = Family(
     defaults={**_DEFAULTS, "num_key_value_heads": 4},
     left_out=lambda info: ("mtp.", "model.visual."),
     sees="Qwen3_5ForConditionalGeneration",
-    language=_language,
+    language=lambda raw: language_config(raw) if "text_config" in raw else raw,
     aliases=(("model.language_model.", "model."),),
 )
 MOE_FAMILY = replace(

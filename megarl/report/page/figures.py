@@ -68,17 +68,13 @@ class Figure:
 
 def _line(line: Line) -> dict[str, Any]:
     content: dict[str, Any] = {"run": line.run, "label": line.label, "style": line.style, "y": rounded(line.y)}
-    if line.low is not None and line.high is not None and not _equal(line.low, line.high):
+    if line.low is not None and line.high is not None and not np.array_equal(line.low, line.high, equal_nan=True):
         content |= {"low": rounded(line.low), "high": rounded(line.high)}
     if line.x is not None:
         content["x"] = {"step": rounded(line.x[0], 9), "hours": rounded(line.x[1], 6)}
     if line.dots:
         content["dots"] = True
     return content
-
-
-def _equal(low: Floats, high: Floats) -> bool:
-    return bool(np.array_equal(low, high, equal_nan=True))
 
 
 def rounded(values: Iterable[float], digits: int = 4) -> list[float | int | None]:

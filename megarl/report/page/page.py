@@ -117,7 +117,7 @@ def _bar(parts: Sequence[tuple[str, str]]) -> Html:
 def _plots(figures: Sequence[Figure]) -> Html:
     boxes = [
         tag(
-            "figure", tag("figcaption", tag("b", figure.title), " ", tag("span", _unit(figure.unit))),
+            "figure", tag("figcaption", tag("b", figure.title), " ", tag("span", figure.unit.replace("share", "%"))),
             tag("div", class_="plot", data_figure=figure.key), tag("p", figure.note, class_="note"),
         )
         for figure in figures
@@ -126,7 +126,3 @@ def _plots(figures: Sequence[Figure]) -> Html:
     zero = ", ".join(figure.title for figure in figures if figure.is_zero)
     left_out = tag("p", f"0 in all steps: {zero}.", class_="quiet") if zero else ""
     return join([tag("div", boxes, class_="plots"), left_out])
-
-
-def _unit(unit: str) -> str:
-    return "%" if unit == "share" else unit

@@ -26,7 +26,7 @@ def header(runs: Sequence[ReportedRun]) -> Html:
     for index, (run, missing) in enumerate(zip(runs, not_drawn([run.metrics for run in runs]), strict=True)):
         steps = _last_step(run.metrics)
         of = f" of {run.planned_steps:,}" if run.planned_steps else ""
-        lines = [f"step {steps:,}{of}", html.duration(_wall_seconds(run.metrics))]
+        lines = [f"step {steps:,}{of}", html.duration(run.metrics.largest("total/wall_seconds"))]
         if run.metrics.width > 1:
             lines.append(f"a point of a plot is {run.metrics.width} steps: their mean")
         if run.status in ("running", "silent"):
@@ -304,7 +304,3 @@ def configs(runs: Sequence[ReportedRun]) -> Html:
 def _last_step(metrics: RunMetrics) -> int:
     value = metrics.largest("step")
     return 0 if math.isnan(value) else int(value)
-
-
-def _wall_seconds(metrics: RunMetrics) -> float:
-    return metrics.largest("total/wall_seconds")

@@ -33,7 +33,7 @@ def pieces_of(tests: str | Sequence[str], entry_point: object = None) -> tuple[s
     waiting: list[str] = []
     for group in groups:
         waiting += [ast.unparse(statement) for statement in group]
-        if any(_checks(statement, checking) for statement in group):
+        if any(_is_check(node, checking) for statement in group for node in _executed(statement)):
             pieces.append("\n".join(waiting))
             waiting = []
     if not pieces:
@@ -147,10 +147,6 @@ def _checking_functions(statements: Sequence[ast.stmt]) -> frozenset[str]:
             and any(_is_check(node, checking) for inner in each.body for node in _executed(inner, inside=True))
         }
     return frozenset(checking)
-
-
-def _checks(statement: ast.stmt, checking: frozenset[str]) -> bool:
-    return any(_is_check(node, checking) for node in _executed(statement))
 
 
 def _is_check(node: ast.AST, checking: frozenset[str] | set[str]) -> bool:

@@ -318,7 +318,8 @@ def identity(config: Config) -> dict[str, str]:
         chosen["trainer.router_replay"] = "r3"
     chosen["format of the journal"] = FORMAT
     chosen["batch.samples_per_group"] = content["batch"]["samples_per_group"]
-    return {name: _digest(json.dumps(value, sort_keys=True).encode()) for name, value in chosen.items()}
+    texts = {name: json.dumps(value, sort_keys=True).encode() for name, value in chosen.items()}
+    return {name: hashlib.blake2b(text, digest_size=16).hexdigest() for name, text in texts.items()}
 
 
 def _without_added(content: Any) -> Any:  # noqa: ANN401  # JSON
@@ -339,7 +340,3 @@ def _note_end(writing: asyncio.Future[None]) -> None:
 def _encoded(group: int, progress: GroupProgress, begun: UnfinishedGroup) -> bytes:
     """Return the record of a group's progress."""
     return encode_unfinished(group, begun, progress.prompt.digest)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
