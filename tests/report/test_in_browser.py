@@ -85,6 +85,29 @@ def test_switches_redraw_every_plot(page: Page, tmp_path: Path) -> None:
     assert page.errors == []
 
 
+# Redraws every plot, and returns the texts that are painted for the figure `lr`: the labels of both axes.
+LABELS = """
+(async () => {
+  const texts = new Map(), paint = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+    texts.set(this.canvas, [...(texts.get(this.canvas) || []), text]);
+    return paint.call(this, text, ...place);
+  };
+  document.querySelector("[data-axis=hours]").click();
+  await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+  CanvasRenderingContext2D.prototype.fillText = paint;
+  return texts.get(document.querySelector("[data-figure=lr] canvas"));
+})()
+"""
+
+
+def test_labels_of_an_axis_differ(page: Page, tmp_path: Path) -> None:
+    """The learning rate falls by less than a half per cent: two digits would be the same everywhere."""
+    page.open(report(tmp_path, small_run(tmp_path / "run")))
+    rates = [text for text in page.evaluate(LABELS) if "e-" in text]
+    assert len(rates) >= 3 and len(set(rates)) == len(rates), rates
+
+
 # Of each text that is seen: what it is, and its contrast to the nearest background that is painted (WCAG 2.2).
 CONTRASTS = """
 (() => {

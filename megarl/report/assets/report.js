@@ -15,19 +15,31 @@
   // Runs have colors and lines have dashes; a single run needs no color, so its lines have them.
   const colorOf = (line) => "--run" + ((several ? line.run : line.style) % 8);
 
-  function format(value, unit) {
+  function format(value, unit, digits = 3) {
     if (value == null) return "–";
-    if (unit === "share") return trim(value * 100) + "%";
+    if (unit === "share") return trim(value * 100, digits) + "%";
     const size = Math.abs(value);
     for (const [least, letter] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
-      if (size >= least) return trim(value / (letter === "k" ? 1e3 : least)) + letter;
+      if (size >= least) return trim(value / (letter === "k" ? 1e3 : least), digits) + letter;
     }
-    return trim(value);
+    return trim(value, digits);
   }
 
-  function trim(value) {
-    if (value !== 0 && Math.abs(value) < 1e-4) return value.toExponential(1);
-    return String(Number(value.toPrecision(Math.abs(value) >= 1000 ? 4 : 3)));
+  function trim(value, digits) {
+    if (value !== 0 && Math.abs(value) < 1e-4) return value.toExponential(digits - 2);
+    return String(Number(value.toPrecision(Math.abs(value) >= 1000 ? digits + 1 : digits)));
+  }
+
+  // The labels of an axis, with enough digits that no two are equal and none is rounded by a visible part of a step.
+  function labelsOf(splits, unit) {
+    const step = splits.length > 1 ? Math.abs(splits[1] - splits[0]) : Infinity;
+    let labels = [];
+    for (let digits = 3; digits < 8; digits++) {
+      labels = splits.map((each) => format(each, unit, digits));
+      const exact = splits.every((each) => Math.abs(Number(each.toPrecision(digits)) - each) < step / 10);
+      if (exact && new Set(labels).size === labels.length) break;
+    }
+    return labels;
   }
 
   function nameOf(line) {
@@ -105,10 +117,10 @@
       bands,
       legend: { markers: { width: 2, dash: (_, number) => BORDERS[series[number].style % BORDERS.length] } },
       axes: [
-        { ...axes, size: 30, values: (_, splits) => splits.map((each) => format(each, "")),
+        { ...axes, size: 30, values: (_, splits) => labelsOf(splits, ""),
           incrs: axis === "step" ? STEPS : undefined },
         { ...axes, size: (_, values) => 20 + 7.5 * Math.max(2, ...(values || []).map((each) => (each || "").length)),
-          values: (_, splits) => splits.map((each) => format(each, figure.unit)) },
+          values: (_, splits) => labelsOf(splits, figure.unit) },
       ],
       cursor: {
         sync: { key: "megarl", scales: ["x", null] },
