@@ -90,7 +90,7 @@ SYSTEM = SystemMap(
     ),
     boxes=(
         Box("trainer", 36, 84, 252, 340, "Trainer ranks", (
-            "Megatron-Core policy", "TP · SP · PP · EP · DP", "distributed optimizer", "", "", "", "", "", "",
+            "Megatron-Core policy", "TP · SP · CP · PP · EP · DP", "distributed optimizer", "", "", "", "", "", "",
             "The loop", "1  take a batch", "2  advantages", "3  update", "4  publish the weights", "5  evaluate, save",
         ), copies=3),
         Box("engines", 640, 84, 312, 84, "Engine replicas", (
