@@ -293,6 +293,8 @@ class EngineReplica:
         if part not in self._weights.asleep:
             return await self._held(engine)
         await self._guard(engine.wake_up([part]), f"wake {part}")
+        if part == "weights" and self.cuda:  # without a GPU the worker loses weights and cache only
+            await self._guard(engine.collective_rpc("zero_lost"), "zero_lost")
         self._weights.woke(part)
         if not self._weights.asleep:
             self._monitor.release("sleep")

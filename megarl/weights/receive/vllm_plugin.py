@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +76,20 @@ def _mend_rope_of_latent_attention() -> None:
 
 class GpuMemory:
     """What vLLM adds to its worker on a GPU (`worker_extension_cls`)."""
+
+    model_runner: Any
+
+    def zero_lost(self) -> None:
+        """Zero what the engine has lost in its sleep and neither vLLM 0.32 nor a sync restores: what is no weight and
+        no registered buffer, but was allocated with the weights.
+
+        Qwen3-VL adds the first to text (models/qwen3_vl.py). The padding of a batch keeps the second, as positions of
+        RoPE (v1/worker/gpu/mm/rope.py).
+        """
+        lost = list(getattr(self.model_runner.get_model(), "deepstack_input_embeds", ()))
+        rope = getattr(getattr(self.model_runner, "model_state", None), "rope_state", None)
+        for tensor in lost if rope is None else [*lost, rope.positions]:
+            tensor.zero_()
 
     def held_bytes(self) -> int:
         """Return the bytes of the worker's GPU that are in use, by whatever process."""

@@ -66,7 +66,8 @@ class FakeEngine:
         self.calls.append(("wake", *tags))
 
     async def collective_rpc(self, method: str) -> list[int]:
-        assert method == "held_bytes"
+        if method != "held_bytes":
+            self.calls.append(method)
         return [5, 7]  # of its workers
 
     async def start_weight_update(self) -> None:
@@ -240,6 +241,16 @@ async def test_an_engine_on_shared_gpus_starts_asleep(tmp_path: Path, monkeypatc
     replica: Any = await started(tmp_path, monkeypatch, load_weights=False, share_gpus=True)
     assert replica._engine.calls == [("sleep", 2, "keep")]
     assert replica._weights.asleep == {"weights", "kv_cache"}
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+async def test_woken_memory_of_a_gpu_is_zeroed_before_weights_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: bool
+) -> None:
+    replica: Any = await started(tmp_path, monkeypatch, load_weights=False, share_gpus=True)
+    replica.cuda = cuda
+    await replica.wake("weights")
+    assert replica._engine.calls[1:] == [("wake", "weights"), *(["zero_lost"] if cuda else [])]
 
 
 @pytest.mark.parametrize(("interval_s", "hold_s"), [(0.1, 0.05), (5.0, 0.2)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +40,17 @@ def test_latent_queries_are_rotated_by_their_positions() -> None:
     vllm_plugin.register()
     for ours, right in zip(rope.forward_cpu(positions, query.clone(), key.clone()), expected, strict=True):
         assert ours is not None and right is not None and torch.allclose(ours, right)
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_what_is_lost_in_a_sleep_and_not_restored_is_zero(sees: bool) -> None:
+    added, positions = [torch.full((4, 2), torch.nan) for _ in range(3)], torch.full((3, 5), 2**40)
+    model = SimpleNamespace(**({"deepstack_input_embeds": added} if sees else {}))
+    state = SimpleNamespace(rope_state=SimpleNamespace(positions=positions) if sees else None)
+    worker = vllm_plugin.GpuMemory()
+    worker.model_runner = SimpleNamespace(get_model=lambda: model, model_state=state)
+    worker.zero_lost()
+    assert all(bool((each == 0).all()) is sees for each in [*added, positions])
 
 
 @pytest.mark.parametrize(
