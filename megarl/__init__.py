@@ -1,7 +1,7 @@
 """megarl: reinforcement learning of language models at scale. This module is its public API (docs/reference/api.md).
 
-The names are loaded when they are first used. Those of `_LIGHT` import none of torch, Ray and vLLM, so that a reward
-function or an agent loop of a user's is tested in a moment.
+The names are loaded when they are first used. Those of `_LIGHT` import none of torch, Ray and vLLM, so tests of a
+user's reward function or agent loop start at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the processes of a living run by what they are, and stops, slows down or kills them by signals."""
+"""Finds the processes of a live run by role, and stops, slows down or kills them by signals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Replica:
 
 
 def find_replicas(run_dir: Path) -> dict[int, Replica]:
-    """Return the replicas of a living run that have an engine, by index: that of the log which they write to.
+    """Return the replicas of a live run that have an engine, by the index of the log that they write to.
 
     An actor is known by its engine, because Ray changes its title with each call.
     """
@@ -69,7 +69,7 @@ def _is_engine(process: psutil.Process) -> bool:
 
 
 def find_processes(run_dir: Path, target: str) -> list[psutil.Process]:
-    """Return the processes of a part of a living run that is no replica, in the order of their pids.
+    """Return the processes of a part of a live run that is not a replica, ordered by pid.
 
     `target`: of TITLES; "rank": the trainer's ranks; "agent": torchrun; "job": all processes of the run.
     """
@@ -104,7 +104,7 @@ def _children(process: psutil.Process, *, recursive: bool = False) -> list[psuti
 
 
 def _ask(call: Callable[[], _Told], otherwise: _Told) -> _Told:
-    """Return what a process tells of itself; `otherwise` if it has ended."""
+    """Return what is read from a process; `otherwise` if it has ended."""
     try:
         return call()
     except psutil.Error:

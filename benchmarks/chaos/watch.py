@@ -62,7 +62,7 @@ class WatchedRun:
     # --- faults
 
     def begin(self, fault: Fault, pid: int, note: str, *, busy: bool = False) -> Happened:
-        """Note that a fault happens now, and tell it."""
+        """Note that a fault happens now, and print it."""
         event = Happened(fault, pid, self.step, self.seconds, busy=busy, notes=[note])
         event.printed_before = self.printed(fault.kind.printed)
         self.happened.append(event)
@@ -70,7 +70,7 @@ class WatchedRun:
         return event
 
     def found(self, fault: Fault, look: Callable[[], _Found | None]) -> _Found | None:
-        """Wait until `look` finds what a fault is to hit, and return it; tell it if there is none."""
+        """Wait until `look` finds the target of a fault, and return it; print a line if there is none."""
         found: _Found | None = None
 
         def there() -> bool:
@@ -167,7 +167,7 @@ def _count(log: Path, text: str) -> int:
 
 
 def read_so_far(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the steps that a living run has recorded; a line that is being written is left out."""
+    """Return the steps that a live run has recorded; a line that is being written is left out."""
     try:
         return [record for record in map(json.loads, read_lines(run_dir / "metrics.jsonl")) if "time/step" in record]
     except OSError:  # a part has just become an older one

@@ -126,7 +126,7 @@ def _check_step(
 
 
 def _check_skipped(step: int, record: Mapping[str, Any], report: AccountingReport) -> None:
-    """Check that the metrics of a skipped step tell of no update."""
+    """Check that the metrics of a skipped step have no update."""
     for name in ("groups/trained", "policy/grad_norm"):
         if record.get(name):
             report.problems["finite"].append(f"step {step} was skipped, and {name} is {record[name]}")

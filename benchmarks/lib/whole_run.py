@@ -1,4 +1,4 @@
-"""Whole runs for benchmarks: torchrun on a config, its parts pinned to cores, and what its files tell.
+"""Whole runs for benchmarks: torchrun on a config, its parts pinned to cores, and the content of its files.
 
 megarl does not pin its processes. A benchmark does it from outside, by the names of the processes, again and again
 while the run lasts, so that threads and processes that start late are pinned too.

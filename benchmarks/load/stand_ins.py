@@ -120,7 +120,7 @@ class TimedReplica:
         self._open.clear()
 
     async def ready(self) -> None:
-        """Tell that the actor is up."""
+        """Answer that the actor is up."""
 
 
 @dataclass
@@ -288,7 +288,7 @@ class LongestTurn:
 
 
 def seconds_ready() -> Callable[[], float]:
-    """Return a function that tells for how many seconds this thread has waited for a core, since it began.
+    """Return a function that gives the seconds for which this thread has waited for a core since it began.
 
     Source: the second number of /proc/thread-self/schedstat, in ns. Always 0 where the kernel has no such file.
     """

@@ -75,9 +75,9 @@ class Dialogue:
     def next_turn(self, response_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the token ids after a turn of the model: its end if missing, `messages`, and the generation prompt.
 
-        `response_ids`: the turn as sampled. Texts of special tokens in the messages are broken up by a zero-width
-        space, so that a tool's output cannot begin or end a turn. Raises DialogueError if the template refuses the
-        messages, or would change the text before them, such as the reasoning of the turn.
+        `response_ids`: the turn as sampled. A zero-width space breaks up texts of special tokens in the messages, so a
+        tool's output cannot begin or end a turn. Raises DialogueError if the template refuses the messages, or would
+        change the text before them, such as the reasoning of the turn.
         """
         if "</think>" in self.text(response_ids):
             self._check_reasoning(messages)

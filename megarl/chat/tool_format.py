@@ -34,8 +34,8 @@ def tool_format(
 ) -> ToolFormat:
     """Return the format `name`; `template`: the format of the tokenizer's chat template.
 
-    Raises NoCallsWritten if the template writes no calls, and DialogueError if it refuses one or writes it in a form
-    other than JSON, name and JSON, or tags.
+    Raises NoCallsWritten if the template writes no calls. Raises DialogueError if it refuses one, or writes it in
+    another form than JSON, name and JSON, or tags.
     """
     return HERMES if name == "hermes" else _of_template(tokenizer, dict(template_kwargs or {}))
 

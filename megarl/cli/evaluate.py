@@ -1,7 +1,7 @@
 """`megarl eval`: evaluate a Hugging Face checkpoint on held-out files, with the pool and code of a training run.
 
-It starts a pool without a trainer (supervisor, engines with the checkpoint's own weights, controller, reward
-processes), requests the evaluation that a run makes before its first step, and tears the pool down.
+It starts a pool without a trainer: supervisor, engines with the checkpoint's own weights, controller, reward processes.
+Then it requests the evaluation that a run makes before its first step, and tears the pool down.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`megarl replay`: train on the batches that a run recorded (`telemetry.dump_batches`), without a pool, Ray or vLLM.
 
 It uses the plan and the step of the training loop on the recorded trajectories; only what the user overrides differs
-(learning rate, loss, layout, number of ranks, ...). Training starts from `model.path`, so that a replay from the first
-step repeats the run, or from a checkpoint, with the step after it. Old log-probs are those of the recorded engine.
+(learning rate, loss, layout, number of ranks, ...). Training starts from `model.path`, so a replay from the first step
+repeats the run. Or it starts from a checkpoint, with the step after it. Old log-probs are those of the recorded engine.
 
     megarl replay --run-dir runs/quickstart trainer.gpus=1 trainer.parallel.tensor=1
     torchrun --rdzv-backend megarl --nproc-per-node 2 -m megarl replay --run-dir runs/quickstart --steps 5

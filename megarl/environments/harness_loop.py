@@ -167,7 +167,7 @@ def _stem(ctx: AgentContext) -> str:
 
 
 def outcome_of(returned: object) -> RewardResult | None:
-    """Return what `act` has returned as a reward; None if the reward function has to tell it. Raises ValueError."""
+    """Return what `act` has returned as a reward; None if the reward function has to give it. Raises ValueError."""
     if returned is None:
         return None
     try:

@@ -1,9 +1,9 @@
 """The sessions of the gateway: the exact tokens sampled in each turn. Pure: the caller passes the time.
 
 A session is a tree of turns: a turn continues the tokens of another one, or begins with its own prompt. Each turn keeps
-only the prompt tokens after its parent's, and the texts of those messages, so a dialogue needs as much memory as its
-tokens and texts. Nothing of a used session is dropped: without room, new turns are refused, because a dialogue with
-forgotten turns would continue from tokens that were not sampled.
+only the prompt tokens after its parent's, and the texts of those messages, so a dialogue stores each token and text
+once. Nothing of a used session is dropped: without room, new turns are refused, because a dialogue with forgotten turns
+would continue from tokens that were not sampled.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _digest(before: str, value: object) -> str:
 class RecordedTurn:
     """One response of a session. `added_ids`: its prompt, without the tokens of the turn `parent` that it continues.
 
-    `replica`: has its tokens in its KV cache. Chats also have, for functions that use the whole dialogue, role and text
+    `replica`: has its tokens in its KV cache. For functions that use the whole dialogue, chats also have role and text
     of the `messages` after the parent, and the `calls` of the response, as `Turn.calls`. `shown`: the images among
     `added_ids`, by their places in the whole prompt.
     """
@@ -263,8 +263,8 @@ class Sessions:
     def using(self, name: str, now: float) -> Iterator[GatewaySession]:
         """Give the session, created if missing, during the block, in which it does not expire.
 
-        Raises ApiError for a missing session of a run's sample, which would lack its terms and earlier turns, and if
-        there is no room for the session or another turn.
+        Raises ApiError if a session of a run's sample is missing, because a new one would lack its terms and earlier
+        turns, and if there is no room for the session or another turn.
         """
         self.expire(now)
         if name.startswith(RUN_SESSIONS) and name not in self._sessions:

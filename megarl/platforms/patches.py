@@ -74,8 +74,8 @@ def recompute_compiles_at_run_time() -> None:
     """Copy a recomputed output instead of compiling a C++ function that shares its memory.
 
     random.py:69 (`_get_share_storage`): the first backward pass with selective recompute compiles an extension. That
-    needs a compiler on every node, takes minutes on a busy one, and waits forever for the lock file of a rank that was
-    killed while compiling.
+    needs a compiler on every node and takes minutes on a busy one. If a rank is killed while it compiles, the others
+    wait forever for its lock file.
     """
     from megatron.core.tensor_parallel import random
 

@@ -34,8 +34,8 @@ _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 def resolve(function: str, kwargs: dict[str, Any] | None = None) -> RewardFunction:
     """Return the reward function `gsm8k`, `math`, `code` or `package.module:function`, with `kwargs` bound by name.
 
-    A class is instantiated with `kwargs`, and its instance is the function. If the function has an attribute `warm_up`,
-    it is called here, so that slow imports do not count as time of a sample. Raises ValueError for a path that cannot
+    A class is instantiated with `kwargs`, and its instance is the function. The function's attribute `warm_up`, if it
+    has one, is called here, so slow imports do not count as time of a sample. Raises ValueError for a path that cannot
     be imported or a signature that cannot be adapted.
     """
     path, _, name = function.partition(":")
@@ -91,8 +91,8 @@ def _with_checked_turns(result: RewardResult, sample: RewardInput) -> RewardResu
 def as_result(value: Any) -> RewardResult:  # noqa: ANN401  # returned by a user's function
     """Convert the return value of a reward function to a RewardResult.
 
-    Raises ValueError unless it is a finite number or a RewardResult with finite numbers, and for a component whose name
-    no metric can have.
+    Raises ValueError unless it is a finite number or a RewardResult with finite numbers, or if a component has a name
+    that no metric can have.
     """
     try:
         if isinstance(value, str):

@@ -1,8 +1,8 @@
 """The program of a reward process (`megarl.common.process.child_program`).
 
 The setup is a pickled `Setup`. The pool then sends pickled lists of (number of the sample, pickled pair of the
-function's number and the sample). The worker scores them one at a time and sends one answer per sample, in
-order and without delay, so the pool always knows the sample that it waits for.
+function's number and the sample). The worker scores them one at a time and answers each at once and in order, so the
+pool always knows which sample it waits for.
 """
 
 import os

@@ -1,10 +1,10 @@
 """Runs reward functions in processes that can be killed: a hang, an exception or a crash affects only one sample.
 
 One thread of this process owns each process. It sends samples, waits for each answer with a timeout, and replaces the
-process when it ends or sends anything but the awaited reward. A sample whose process ended, sent something else or ran
-out of memory is scored a second time, because the cause may be outside of it. Threads are used because PR_SET_PDEATHSIG
-is tied to the thread that started a process, and because the event loop may run in any thread (Ray's async actors). No
-signal handlers are involved.
+process when it ends or sends anything but the awaited reward. If a sample's process ended, sent something else or ran
+out of memory, the sample is scored a second time, because it may not be the cause. Threads are used because
+PR_SET_PDEATHSIG is tied to the thread that started a process, and because the event loop may run in any thread (Ray's
+async actors). No signal handlers are involved.
 """
 
 import asyncio
@@ -64,10 +64,10 @@ class RewardPool:
     """A pool of `workers` processes, each of which runs any of `functions` (at least one).
 
     `timeout_s` limits the time of each sample, without waiting and process start; `start_timeout_s` limits the start of
-    a process, imports and warm-up included; `memory_gib` what a process may allocate. `on_error` tells what becomes of
-    a sample whose function hung, raised, crashed or returned no finite number. If these are more than `max_error_share`
-    of a function's latest samples, and MIN_ERRORS or more, the pool fails with the function's own message. `report`
-    is given the messages that a person should see at once. All processes start at the same time, by `start()` or by the
+    a process, imports and warm-up included; `memory_gib` what a process may allocate. `on_error` says what happens to a
+    sample whose function hung, raised, crashed or returned no finite number. If these are more than `max_error_share`
+    of a function's latest samples, and MIN_ERRORS or more, the pool fails with the function's own message. `report` is
+    given the messages that a person should see at once. All processes start at the same time, by `start()` or by the
     first sample. Raises ValueError if another process could not receive a function's arguments.
     """
 

@@ -1,9 +1,9 @@
 """Assembles the system call filter of a sandbox, a classic BPF program in the form of seccomp(2). Pure.
 
-Only the calls in the tables below are allowed, four of them with restrictions: sockets must be Unix sockets (AF_VSOCK,
-AF_NETLINK and AF_ALG ignore network namespaces, or expose more of the kernel), `clone` must not make a namespace,
-`ioctl` must not push input into a terminal, and `clone3`, whose flags a filter cannot read, is reported as missing, so
-that libc uses `clone`.
+Only the calls in the tables below are allowed, four of them with restrictions: only Unix sockets (AF_VSOCK, AF_NETLINK
+and AF_ALG ignore network namespaces, or expose more of the kernel); no `clone` that makes a namespace; no `ioctl` that
+pushes input into a terminal. A filter cannot read the flags of `clone3`, so that call is reported as missing and libc
+uses `clone`.
 """
 
 import errno

@@ -1,8 +1,8 @@
 """Runs one program in a sandbox: starts it, feeds it, reads bounded output, and ends all its processes.
 
-Every process of a run lives in a pid namespace, whose init is killed by `_end`, or by the kernel when the thread that
-started the run ends (PR_SET_PDEATHSIG, by bubblewrap's --die-with-parent). All others die with their init. A run ends
-with its init: the kernel reports that only after it has reaped all the others.
+Every process of a run is in a pid namespace. `_end` kills its init; so does the kernel when the thread that started the
+run ends (PR_SET_PDEATHSIG, by bubblewrap's --die-with-parent). All others die with their init. A run ends with its
+init: the kernel reports that only after it has reaped all the others.
 
 bubblewrap ties its processes together only late in its start. So the program begins only with a permission, which it
 gets once the init is known here; without one, a partial start ends by itself. `megarl.sandbox.guard` cleans up if this
@@ -101,8 +101,8 @@ class SupervisedRun:
     ) -> None:
         """`status`, `permits`, `cancelled`: descriptors on this side.
 
-        bubblewrap's report comes from `status`, a byte written to `permits` lets the program begin, and `cancelled`
-        becomes readable when the run must end at once.
+        `status` gives bubblewrap's report. A byte written to `permits` lets the program begin. `cancelled` becomes
+        readable when the run must end at once.
         """
         self._limits = limits
         self._began = time.monotonic()

@@ -166,8 +166,8 @@ class ProcessTool:
 
     A call that does not end in time is an error, and its process is killed with everything it started: at once if it
     answers nothing, else once its other calls have ended. The next call gets a new process, and an object's state is
-    lost. A call whose process ended by itself is repeated once if the tool is `idempotent`, else it is an error,
-    because it may have had an effect.
+    lost. If a call's process ends by itself, the call is repeated once if the tool is `idempotent`. Otherwise it is an
+    error, because it may have had an effect.
 
     Raises ValueError if it is not a tool, TimeoutError if a process is not ready within `start_timeout_s`, and
     StartError.

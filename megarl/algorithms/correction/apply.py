@@ -4,8 +4,8 @@ An update involves three policies. The sampling policy is the engine's: another 
 generation ran ahead. The proximal policy is the trainer's before the first update of the step. The third is the current
 one. PPO's ratio is current / proximal; its clip bounds what the step's updates change. The weight is proximal /
 sampling, without gradient; their product is the importance ratio current / sampling. This is the decoupled objective
-(arXiv:2110.00641; AReaL, arXiv:2505.24298), with a bound on the weight, and masks for tokens and sequences on which
-the two policies are too far apart.
+(arXiv:2110.00641; AReaL, arXiv:2505.24298), with a bound on the weight, and masks for tokens and sequences where the
+two policies are too far apart.
 
 Shapes: R response tokens, S sequences.
 """

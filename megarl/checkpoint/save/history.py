@@ -1,7 +1,7 @@
 """Rolls a run's result files back to a checkpoint: moves later records to a file of rolled-back records.
 
-That file is kept in parts (`megarl/common/rundir/rotating_lines.py`), the oldest of which are deleted, because a run
-may resume often.
+A run may resume often, so that file is kept in parts, and the oldest ones are deleted
+(`megarl/common/rundir/rotating_lines.py`).
 """
 
 import json

@@ -1,7 +1,7 @@
 """Writes a save in the background: Megatron-Core plans it, and a thread of this process writes it.
 
-Megatron-Core's asynchronous writer forks the trainer, which has gloo, NCCL and Ray threads, and needs a manager process
-that survives a killed rank; its persistent writer fails without CUDA. Writing is system calls, which release the GIL.
+Megatron-Core's asynchronous writer forks the trainer with its gloo, NCCL and Ray threads, and needs a manager process
+that outlives a killed rank; its persistent writer fails without CUDA. Writing is system calls, which release the GIL.
 The thread runs no collective: if one rank's disk is full, no other rank waits for it.
 """
 

@@ -146,7 +146,7 @@ def die_with(process: ProcessId, name: str, interval_s: float = 1.0) -> threadin
 
 
 def descendants(pid: int) -> set[ProcessId]:
-    """Return all living descendants of `pid`, without `pid` itself.
+    """Return all live descendants of `pid`, without `pid` itself.
 
     A process whose parent has ended is not found: callers that need it must record it before.
     """

@@ -156,8 +156,8 @@ def _raw_weights(rank: TrainerRank, stage: int) -> int:
 def _built_buckets(sync: WeightSyncConfig, rank: TrainerRank) -> int:
     """Return the bytes of a trainer rank's buffers for buckets, which are kept between syncs.
 
-    Two are for its own buckets, one for those of others, one for the messages of gathers, and one for the whole rows of
-    a piece that is cut inside a row. None is larger than the model.
+    Two are for its own buckets, one for others' buckets, one for the messages of gathers, and one for the whole rows of
+    a piece that ends inside a row. None is larger than the model.
     """
     whole = model_parameters(rank.info)[0] * rank.element
     bucket = min(int(sync.bucket_mb * MIB), whole)

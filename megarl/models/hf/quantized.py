@@ -41,8 +41,8 @@ def quantized_matrices(
 ) -> tuple[dict[str, TensorRecord], dict[str, QuantizedMatrix]]:
     """Return the files' tensors with plain matrices in place of quantised ones, and the quantised ones by name.
 
-    Raises ValueError naming the tensor for scales without values, shapes and dtypes that the form does not have, and
-    quantised modules that the config lists as not quantised.
+    Raises ValueError that names the tensor: scales without values, other shapes or dtypes than the form's, or quantised
+    modules that the config lists as not quantised.
     """
     if form is None:
         return records, {}

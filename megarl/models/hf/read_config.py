@@ -17,8 +17,8 @@ from megarl.models.hf.model_files import hf_files
 def load_info(model_dir: Path | str) -> ModelInfo:
     """Read the `config.json` of a Hugging Face directory or a Megatron checkpoint, with old or new key names.
 
-    Raises ValueError naming the file and the field for a missing directory, an unknown architecture, or a feature
-    that would give silently wrong results if it were ignored.
+    Raises ValueError that names file and field, for a missing directory, an unknown architecture, or a feature that
+    cannot be ignored without silently wrong results.
     """
     path = hf_files(model_dir) / "config.json"
     if not path.is_file():

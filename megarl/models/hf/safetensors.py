@@ -45,8 +45,8 @@ class TensorRecord:
 def read_records(directory: Path) -> dict[str, TensorRecord]:
     """Return all tensors of a directory by name; reads only the headers of its safetensors files.
 
-    Raises ValueError naming file and tensor for a directory without safetensors, a truncated file, a tensor in two
-    files, an index that contradicts the files, other weights next to a single-file model, or a file outside.
+    Raises ValueError that names file and tensor: no safetensors, a truncated file, a tensor in two files, an index that
+    contradicts the files, other weights next to a single-file model, or a file outside the directory.
     """
     path = directory / HF_INDEX
     index = read_weight_map(path) if path.is_file() else None

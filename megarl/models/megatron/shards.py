@@ -62,8 +62,8 @@ def table(info: ModelInfo) -> dict[str, Entry]:
 def local_shards(chunks: Sequence[torch.nn.Module], info: ModelInfo, entries: dict[str, Entry]) -> list[Shard]:
     """Return this rank's parameters and persistent buffers, in model order.
 
-    `chunks` may be wrapped (DDP, Float16Module). Raises ValueError listing tensors that no rule covers, that appear
-    twice or have another shape than the rule's, and entries of this rank's layers and experts that the model lacks.
+    `chunks` may be wrapped (DDP, Float16Module). Raises ValueError that lists tensors without a rule, twice or of
+    another shape than the rule's, and entries of this rank's layers and experts that the model lacks.
     """
     shards: dict[str, Shard] = {}
     wrong: list[str] = []

@@ -17,8 +17,8 @@ tokens count as, so both rules hold for them too.
 In synchronous training, step t gets exactly the groups [t * groups, (t + 1) * groups). A `failed` group counts towards
 its step and is not redrawn.
 
-Where engines and trainer take turns (`Pace.in_turns`), engines finish everything their version allows before a step is
-taken, and nothing starts for steps after the next publication. No group is in flight while the trainer works, and each
+If engines and trainer take turns (`Pace.in_turns`), engines finish everything that their version allows before a step
+is taken. Nothing starts for steps after the next publication. No group is in flight while the trainer works, and each
 step takes its groups in the order of their ids.
 
 Dynamic sampling (DAPO, arXiv:2503.14476 section 3.2): a finished group whose rewards are all equal is replaced instead

@@ -1,6 +1,6 @@
 """The schedule of a run: every change of its admission, in order, as JSON lines in RUN_DIR/schedule.jsonl.
 
-Each line has the name of the event, its inputs (versions, finished groups, how a step ended) and what admission decided
+Each line has the name of the event, its inputs (versions, finished groups, how a step ended) and admission's decision
 (groups that may start, batches). Each attempt of a run begins with a line `begin`, which holds the history that it
 resumes: of the lines before, only the steps of that history still count.
 """

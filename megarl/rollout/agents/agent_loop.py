@@ -120,7 +120,7 @@ class AgentContext:
         experts (`Routes`), because earlier turns' results have them.
 
         Raises TrajectoryFull if `token_ids` leave no room for a response, and beyond `agent.max_turns`; if the loop
-        does not catch it, only its sample fails. Raises RequestFailed if an engine refuses the request, and
+        does not catch it, only its sample fails. Raises RequestFailed if an engine refuses the request. Raises
         RolloutError if no replica is left, none has room within `timeouts.generate_s`, or the group fails at its
         deadline.
         """
@@ -276,8 +276,8 @@ class AgentContext:
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         """Call a tool; its answer has at most `agent.max_tool_output_chars`.
 
-        The answer is an error for an unknown name, beyond `agent.max_tool_calls`, `max_tool_seconds` or
-        `tool_timeout_s`, and for a non-idempotent call that an earlier attempt began. A call answered in an earlier
+        The answer is an error if the name is unknown, if `agent.max_tool_calls`, `max_tool_seconds` or `tool_timeout_s`
+        is exceeded, or if an earlier attempt began the call and it is not idempotent. A call answered in an earlier
         attempt is not repeated unless its answer had images, which are not kept. Raises RolloutError if the tool itself
         fails, or if the call cannot be recorded first.
         """

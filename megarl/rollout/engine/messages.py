@@ -84,7 +84,7 @@ class GenerateResult:
     """The response to one request, finished by replica `replica`.
 
     `logprobs` are processed (temperature applied), one float32 value per response token, EOS included. `seconds`: from
-    the request's arrival at the replica to its last token, including `queue_s`, until an engine started on it, and
+    the request's arrival at the replica to its last token. It includes `queue_s`, until an engine started on it, and
     `prefill_s`, from then to the first token. `lost_replicas`: how many replicas were lost during the response; the
     next one continued from the reported tokens. `cut`: it ended at its group's deadline. `failure`: why it was given
     up, or empty. `routes`: the experts of all prompt and response tokens but the last; None if not returned.

@@ -115,7 +115,7 @@ def engine_needs(gpus: float, *, cuda: bool) -> dict[str, float]:
 
 @asynccontextmanager
 async def starting_alone(name: str, timeout_s: float, *, cuda: bool) -> AsyncIterator[None]:
-    """Hold this process's GPU while an engine called `name` starts, so that no other engine of the run starts on it.
+    """Hold this process's GPU while the engine `name` starts, so no other engine of the run starts on it.
 
     vLLM measures the GPU's memory during its start. Does nothing without `cuda`. Raises TimeoutError naming the engine
     that still starts after `timeout_s`.

@@ -21,9 +21,9 @@ class ResponsePart:
     """Consecutive tokens of one response, with one log-prob each; `versions` counts from the part's start.
 
     `finish_reason`: how the response ended with this part, `abort` if the engine dropped it; None if more tokens
-    follow. `seconds`: from the request's arrival at the engine to the part's end, including `queue_s`, until the engine
-    started on it, and `prefill_s`, from then to the first token. `routes`: the experts of each prompt and response
-    token before the part's last, without those of earlier parts; None: the engine returns none.
+    follow. `seconds`: from the request's arrival at the engine to the part's end. It includes `queue_s`, until the
+    engine started on it, and `prefill_s`, from then to the first token. `routes`: the experts of each prompt and
+    response token before the part's last, without those of earlier parts; None: the engine returns none.
     """
 
     response_ids: list[int] = field(default_factory=list)

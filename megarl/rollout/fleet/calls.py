@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 class CallTerms:
     """How the fleet treats a call differently from a training group's call.
 
-    `foreign`: it comes from outside the run and is time-limited there. A long response never makes its replica lost, no
-    publication waits for it, and cancelling it ends its requests in the engine (training relies on a reset).
+    `foreign`: it comes from outside the run and is time-limited there. A long response never counts its replica as
+    lost, and no publication waits for it. Cancelling it ends its requests in the engine (training relies on a reset).
     `of_group`: a harness makes it for one of the run's groups, so publications wait for it as for any group call.
     `report_interval_s`: overrides the fleet's.
     """

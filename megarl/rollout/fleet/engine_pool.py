@@ -142,9 +142,9 @@ class EnginePool:
         `terms`: how they differ from calls for training groups. `background`: they belong to an evaluation alongside
         training and give way to training. They have no time limit; the wait for the evaluation has one.
 
-        Raises RequestFailed if an engine refused them, NoReplicaLeft if the last replica was lost and none is coming,
-        RolloutError if the group fails at its deadline, or if within `timeouts.generate_s` no replica has room or a
-        replica has not ended them.
+        Raises RequestFailed if an engine refused them, and NoReplicaLeft if the last replica was lost and none is
+        coming. Raises RolloutError if the group fails at its deadline, or if no replica has room or one has not
+        finished them within `timeouts.generate_s`.
         """
         return await self._calls.run(context, requests, background, terms)
 
@@ -225,8 +225,9 @@ class EnginePool:
     async def restart(self, indices: Sequence[int]) -> None:
         """Replace replicas by new ones under the same names, which serve only after `admit_joining`.
 
-        A replica for which no node has room, for example because its node is lost, leaves the pool unless it is the
-        last. Raises RolloutError if one does not come up. The controller owns them: a rank's actors end with the rank.
+        If no node has room for a replica, for example because its node is lost, the replica leaves the pool unless it
+        is the last. Raises RolloutError if one does not come up. The controller owns them: a rank's actors end with the
+        rank.
         """
         self.table.excuse_leaving()
         wanted = [each for index in indices if index in self.table and not (each := self.table[index]).leaving]

@@ -1,8 +1,8 @@
 """Chooses replicas for requests. Requests wait until one has room, those of an evaluation behind those of training.
 
 It picks the replica with the fewest outstanding requests, with prefix affinity: requests of one group (one prompt) go
-to the replica of the group's first request, which has the prompt in its KV cache, unless that replica has more than
-`slack` outstanding requests above the least loaded one.
+to the replica of the group's first request, which has the prompt in its KV cache. If that replica has more than `slack`
+outstanding requests above the least loaded one, they go elsewhere.
 
 An engine with a full KV cache preempts requests and recomputes them later, while requests that wait outside can go to
 another engine. So each engine has a limit that follows the classic rule of congestion control: additive increase,

@@ -1,10 +1,10 @@
 """RolloutController: decides what is generated and writes finished groups to the queue. One async actor per run.
 
-It connects the prompt groups (which may start, and how each ends), the fleet (which replicas serve), the loop host (how
-a group becomes trajectories), the batches of steps, the queue, and evaluation. A trainer that starts or restarts calls
-`begin` with the history it resumes and `set_version` with the version that the engines serve; then, for each step,
-`wait_batch` and `commit`. After a failure that ends the run, every waiting and later call raises it. A controller that
-replaces a dead one gets the trainer's state by `take_over`.
+It connects the prompt groups (which may start, how each ends), the fleet (which replicas serve), the loop host (which
+turns a group into trajectories), the batches of steps, the queue, and evaluation. A trainer that starts or restarts
+calls `begin` with the history it resumes and `set_version` with the version that the engines serve; then, for each
+step, `wait_batch` and `commit`. After a failure that ends the run, every waiting and later call raises it. A controller
+that replaces a dead one gets the trainer's state by `take_over`.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class RolloutController(PoolController):
     def __init__(self, spec: ReplicaSpec, partition: str, *, cwd: str = "", replaces: bool = False) -> None:
         """`cwd`: the launcher's working directory; the config's paths and the user's modules are relative to it.
 
-        `replaces`: it takes the place of a dead controller, with living engines.
+        `replaces`: it takes the place of a dead controller, with live engines.
         """
         super().__init__(spec, replaces=replaces)
         self.partition = partition

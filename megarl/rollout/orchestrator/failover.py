@@ -1,4 +1,4 @@
-"""The record from which a new rollout controller continues when one dies under a living trainer. Pure.
+"""The record from which a new rollout controller continues when one dies and the trainer lives. Pure.
 
 The trainer's client keeps it with its calls (`TrainerRecord`): the history of the last commit, the batches in training,
 and the version that engines serve. Everything else is lost with the controller and the queue, and comes from the

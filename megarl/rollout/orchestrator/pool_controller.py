@@ -43,7 +43,7 @@ class PoolController:
     elastic: ElasticPool
 
     def __init__(self, spec: ReplicaSpec, *, replaces: bool) -> None:
-        """`replaces`: it takes the place of a dead controller, with living engines."""
+        """`replaces`: it takes the place of a dead controller, with live engines."""
         begin_start()
         self.spec, self._replaces = spec, replaces
         self.config = Config.model_validate_json(spec.config_json)

@@ -55,7 +55,7 @@ OnGroupFailure = Literal["count", "stop"]
 class FailurePolicy:
     """Decides whether a failed group ends the run or is counted. Report every failure and every success to it.
 
-    A failure ends the run if the policy is `stop`, if no replica, agent worker or reward process is left, or if `limit`
+    A failure ends the run if the policy is `stop`; if no replica, agent worker or reward process is left; or if `limit`
     groups in a row have failed: then the cause is not in one group.
     """
 

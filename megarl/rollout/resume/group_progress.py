@@ -1,7 +1,7 @@
 """The progress of a prompt group during generation, and the part of it that a resumed run can continue. Pure.
 
-A tool call has a number within its sample. Its intent is recorded before the call and its answer after it, so that a
-resumed loop repeats no call that must not be repeated.
+A tool call has a number within its sample. Its intent is recorded before the call and its answer after it. So a resumed
+loop repeats no call that must not be repeated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Distributes loops over agent workers, and moves them when a worker is lost.
 
 Every job belongs to exactly one worker, or waits for one. The controller keeps the requests, tokens and records of its
-loops (`RemoteRun`), so that they continue in another worker if theirs is lost. Later messages of a lost worker belong
-to a run that is over.
+loops (`RemoteRun`), so they continue in another worker if theirs is lost. Later messages of a lost worker belong to a
+run that is over.
 """
 
 from __future__ import annotations
