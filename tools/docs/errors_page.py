@@ -95,4 +95,4 @@ def _text(node: ast.AST) -> str:
 
 
 def _cell(text: str) -> str:
-    return re.sub(r"([|<*])", r"\\\1", text)
+    return re.sub(r"([|<*])", r"\\\1", re.sub(f"{FILLED}+", FILLED, text))
