@@ -42,8 +42,8 @@ class WatchedRun:
 
     POLL_S: ClassVar[float] = 0.2
     FIND_S: ClassVar[float] = 60.0  # for a process whose title is just being changed, or that is being started
-    RECOVER_S: ClassVar[float] = 300.0  # for what was lost, until it is there again and the run goes on
-    NOTICE_S: ClassVar[float] = 120.0  # for a run that goes on after a replica was slow
+    RECOVER_S: ClassVar[float] = 300.0  # until what was lost is back and the run continues
+    NOTICE_S: ClassVar[float] = 120.0  # for a run that continues after a replica was slow
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class SecondThoughts:
             answer = await ctx.call(self.tool, {"text": dialogue.text(first.response_ids)})
             message = {"role": "user", "content": f"{answer.text} Answer again."}
             state = Thoughts(answer.text, tuple(dialogue.next_turn(first.response_ids, [message])))
-            ctx.freeze(state)  # a run that resumes goes on here
+            ctx.freeze(state)  # a resumed run continues here
         first = ctx.finished(0)
         room = ctx.prompt.sampling.max_tokens - len(first.response_ids) - len(state.token_ids)
         if room < 1:

@@ -101,7 +101,7 @@ class NodeLauncher:
         self._trouble_since: float | None = None  # when the file system began to fail
         self._complaints = RateLimit(COMPLAIN_S)
         self._processes = NodeProcesses(launch, self.node, self._holder)
-        self._lost: set[int] = set()  # nodes without which the job goes on
+        self._lost: set[int] = set()  # nodes without which the job continues
         self._ended_at: float | None = None
         self._pool_ended_at: float | None = None
         # The first node watches all others and they watch the first, which keeps reads of the shared file system few.

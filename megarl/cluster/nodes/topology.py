@@ -29,7 +29,7 @@ class NodePlan:
 
     @property
     def only_engines(self) -> bool:
-        """True if nothing but engines runs there, so that the run can go on without it."""
+        """True if nothing but engines runs there, so the run can continue without it."""
         return self.trainer_rank is None and not self.supervisor
 
     @property

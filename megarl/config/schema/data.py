@@ -61,7 +61,7 @@ class TrainSetConfig(PromptSetConfig):
 
 
 class CurriculumConfig(Section):
-    """A function that changes the weights of the sets while the run goes on (docs/training.md#several-data-sets)."""
+    """A function that changes the weights of the sets during a run (docs/training.md#several-data-sets)."""
 
     function: str | None = Field(None, description="Import path `package.module:function`; null = constant weights.")
     kwargs: Passed = Field(default_factory=dict, description="As `reward.kwargs`, for this function.")

@@ -138,7 +138,7 @@ FAULTS = {
 _COMMON = [
     EventKind("fault", "rare", "mark", "faults", "Something was lost or has failed.",
               (("kind", "One of the kinds below."), ("text", "What happened."), ("rule", "Of an alarm."))),
-    EventKind("recovery", "rare", "mark", "faults", "The run goes on after a fault of the same kind.",
+    EventKind("recovery", "rare", "mark", "faults", "The run continues after a fault of the same kind.",
               (("kind", "That of the fault."), ("text", "How."), ("rule", "That of the alarm."))),
     EventKind("events_lost", "rare", "mark", "faults",
               "Events of this process that were not written, because its disk took them too slowly or not at all.",
