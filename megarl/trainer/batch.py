@@ -29,7 +29,7 @@ from megarl.trainer.packing import chunk_count, padded
 
 if TYPE_CHECKING:
     from megarl.models.megatron.vision_model import ImageBatch
-    from megarl.trainer.packing import ImagePacker
+    from megarl.trainer.packed_images import ImagePacker
 
 
 @dataclass

@@ -69,7 +69,7 @@ from megarl.trainer.pipeline import WithLoss, forward_backward, forward_only
 from megarl.trainer.reference_policy import FrozenModel, ReferenceModel
 
 if TYPE_CHECKING:
-    from megarl.trainer.packing import ImagePacker
+    from megarl.trainer.packed_images import ImagePacker
 
 __all__ = ["NoTokensError", "NonFiniteError", "Policy", "StepRefused", "TrainSample"]
 
@@ -158,7 +158,7 @@ class Policy:
     def _prepare_vision(self, tower: VisionTower, chunks: Sequence[GPTModel]) -> ImagePacker:
         """Freeze the parts of the tower that `model.vision.train` excludes; return the packer of images."""
         from megarl.models.megatron.vision_model import freeze_vision
-        from megarl.trainer.packing import ImagePacker
+        from megarl.trainer.packed_images import ImagePacker
 
         freeze_vision(chunks, self.config.model.vision.train)
         return ImagePacker(self.config.model, tower)

@@ -15,7 +15,7 @@ from megarl.models.hf import image_patches
 from megarl.models.hf.image_patches import ImageProcessor
 from megarl.models.hf.read_config import load_info
 from megarl.queue.images import ImageRef
-from megarl.trainer.packing import ImagePacker
+from megarl.trainer.packed_images import ImagePacker
 from tests.support.models.tiny_vision import make_tiny_vision, picture
 
 KEPT, OF_STEP, WARM, STEPS = 4 << 20, 2, 50, 200

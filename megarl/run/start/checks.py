@@ -4,43 +4,28 @@ These are data files, tokenizer and chat template, prompt lengths, the agent's l
 call of each reward function. Without the checks a mistake would only show once engines and trainer are up.
 """
 
-from __future__ import annotations
-
-import asyncio
 import os
 import pickle
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from megarl.chat.formats import Prompt
-from megarl.chat.tokenize import load_tokenizer, stop_token_ids
 from megarl.checkpoint.save.resume import resume_problems
 from megarl.common.errors import Findings
 from megarl.common.process.child_process import StartError
 from megarl.common.values import GIB
-from megarl.config.checks.agent import tool_lists
 from megarl.config.checks.sections import detect_device
 from megarl.config.derived.datasets import HeldOutSet, TrainSet, all_sets, reward_functions
 from megarl.config.schema import Config, TrainerConfig
-from megarl.config.schema.agent import SINGLE_TURN, ToolConfig
+from megarl.config.schema.agent import SINGLE_TURN
 from megarl.config.schema.data import RewardConfig
 from megarl.data.check_files import ReportMistake, data_file_findings, first_prompts
 from megarl.data.check_tokenizer import tokenizer_findings
 from megarl.models.architecture.architecture import ModelInfo
 from megarl.rewards.process import RewardProcess
 from megarl.rewards.types import RewardInput, RewardResult, RewardSpec, Turn
-from megarl.rollout.agents.loop_host import find_loop
-from megarl.rollout.tasks.toolbox import close_tools, make_tool, make_toolbox
-from megarl.tools.tool import Tool, schema_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 # Calls each reward function once before a run starts, in a killable process like the run's.
 #
@@ -115,64 +100,6 @@ def _call(process: RewardProcess, sample: RewardInput, timeout_s: float) -> Rewa
         return answer
     trace = "".join(f"\n      {line}" for line in answer.trace.splitlines()[:-1])
     return f"{answer.error}{trace}"
-
-
-# Tries the agent before anything starts: its loop, every tool, and the chat template with the tools.
-
-
-def try_agent(config: Config) -> tuple[list[str], dict[str, list[dict[str, Any]]]]:
-    """Make the loop, tools and toolboxes of the run without calling any tool, then close the tools.
-
-    Return the problems, as `key: what is wrong`, and the schemas of each set's tools by the set's key. A tool that
-    cannot be made is reported once, and its sets are tried with their other tools. Problems of the tokenizer itself are
-    left to `tokenizer_findings`.
-    """
-    problems: list[str] = []
-    schemas: dict[str, list[dict[str, Any]]] = {}
-    if config.agent.loop == SINGLE_TURN:
-        return problems, schemas
-    if (here := os.getcwd()) not in sys.path:  # the pool also finds agents and tools here
-        sys.path.append(here)
-    try:
-        find_loop(config.agent)
-    except ValueError as error:
-        message = str(error)
-        problems.append(message if message.startswith("agent.") else f"agent.loop: {message}")
-    made: list[tuple[ToolConfig, Tool]] = []
-    try:
-        sets = all_sets(config)
-        used = [tool for each in sets for tool in each.tools]
-        tried: list[ToolConfig] = []
-        for key, chosen in tool_lists(config).items():
-            for index, own in enumerate(chosen):
-                if own in used and own not in tried:
-                    tried.append(own)
-                    try:
-                        made.append((own, make_tool(own, f"{key}.{index}")))
-                    except ValueError as error:
-                        problems.append(str(error))
-        tokenizer = _tokenizer(config.model.path, config.sampling.stop_token_ids)
-        for each in sets:
-            tools = [tool for chosen in each.tools for own, tool in made if own == chosen]
-            schemas[each.key] = [schema_of(tool) for tool in tools]
-            try:
-                if tokenizer is not None:
-                    make_toolbox(config.agent, each, tools, *tokenizer)
-            except ValueError as error:
-                problems.append(f"{each.key}: {error}")
-    finally:
-        asyncio.run(close_tools([tool for _, tool in made]))
-    return problems, schemas
-
-
-def _tokenizer(model: Path, own_stops: Sequence[int] | None) -> tuple[PreTrainedTokenizerBase, list[int]] | None:
-    """Return the tokenizer and its stop tokens; None if one of them, or the chat template, is missing."""
-    try:
-        tokenizer = load_tokenizer(model)
-        stops = stop_token_ids(model, tokenizer, own_stops)
-    except ValueError:
-        return None
-    return (tokenizer, stops) if getattr(tokenizer, "chat_template", None) else None
 
 
 Trials = AbstractContextManager[Iterator[TrialProblem | TrialScore]]
@@ -287,7 +214,7 @@ def _tokenizer_and_agent(config: Config, info: ModelInfo, first: Mapping[str, Pr
     """Check the tokenizer, the lengths of the prompts with the tools that they show, and the agent."""
     if config.agent.loop == SINGLE_TURN:
         return tokenizer_findings(config, info, first, whole=whole)
-    from megarl.run.start.checks import (
+    from megarl.rollout.agents.check_agent import (
         try_agent,
     )  # importing it takes a second, which single turns do not need
 

@@ -18,7 +18,7 @@ from megarl.config.memory_plan.parameters import TrainerRank
 from megarl.models.megatron import vision_model
 from megarl.models.megatron.vision_model import MultimodalRope, VisionGPTModel
 from megarl.trainer.batch import TrainSample
-from megarl.trainer.packing import ImagePacker
+from megarl.trainer.packed_images import ImagePacker
 from megarl.trainer.policy import Policy
 from tests.support.checkout import PROMPTS
 from tests.support.losses.vision_problem import vision_config
