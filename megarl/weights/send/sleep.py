@@ -26,7 +26,7 @@ class HeldMemory:
         self._asleep: set[str] = set()
 
     def note(self, name: str, held: object, state: Literal["asleep", "awake"]) -> None:
-        """Take note of an engine's answer; None: it is not known."""
+        """Record an engine's answer; None: unknown."""
         (self._asleep.add if state == "asleep" else self._asleep.discard)(name)
         if isinstance(held, int):
             self._bytes[name] = held
@@ -53,9 +53,9 @@ def put_to_sleep(
 ) -> list[str]:
     """Make all engines sleep; return the names of those that were ended instead, because they have failed.
 
-    These are replaced by the next publication. Raises WeightSyncError naming the replicas that have not answered within
-    `rpc_s` seconds, or whose engine may live on: they may still hold the memory. `held` says what they held last, and
-    learns what others do. Raises PoolEnded. `start_s`: how much longer they have, because they may be starting.
+    The next publication replaces these. Raises WeightSyncError that names the replicas that have not answered within
+    `rpc_s` seconds, or whose engine may still run: they may hold memory. `held` has what they held last, and is updated
+    with the answers of the others. Raises PoolEnded. `start_s`: extra time, because engines may be starting.
     """
     held = HeldMemory() if held is None else held
     failures = _call(replicas, "sleep", rpc_s + start_s, held=held)
@@ -70,9 +70,9 @@ def put_to_sleep(
 
 
 def wake_caches(replicas: Sequence[ReplicaHandle], rpc_s: float, held: HeldMemory | None = None) -> list[str]:
-    """Make all engines generate, with the weights that they were given; return the names of those that cannot.
+    """Make all engines generate with their new weights; return the names of those that cannot.
 
-    These refuse requests from now on, so that the pool does not wait for them.
+    These refuse requests from now on, so the pool does not wait for them.
     """
     failures = _call(replicas, "wake", rpc_s, "kv_cache", held=held)
     for replica in replicas:

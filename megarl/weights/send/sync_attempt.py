@@ -1,28 +1,27 @@
 """One trainer rank's part in a weight sync: it takes part in gathers, and in broadcasts if it owns tensors.
 
-Every rank goes through the same order of operations (`buckets.py`) on one thread, and leaves out those that it
-takes no part in. In the gather of bucket k, G(k), the ranks that hold a part of its tensors bring them to its owner,
-which then adds the digest; in its broadcast, B(k), all senders and all engine workers take part. With one
-owner the order is G(0) B(0) G(1) B(1) ...; with more owners each has a gather before B(0), while the engines still
-generate. `SyncAttempt.staged` shows the leader when this rank has done its part in those: then the engines are paused.
+Every rank goes through the same order of operations (`buckets.py`) on one thread, and skips those in which it has no
+part. In the gather of bucket k, G(k), the ranks that hold parts of its tensors send them to its owner, which then adds
+the digest. In the broadcast B(k) all senders and all engine workers take part. With one owner the order is G(0) B(0)
+G(1) B(1) ...; with several, each has a gather before B(0), while the engines still generate. `SyncAttempt.staged` shows
+the leader when this rank has done its part in these; then the engines are paused.
 
-Why there can be no deadlock, however many queues the hardware has: consider the first operation X of the order that
-has not ended. Before a rank begins an operation it waits for nothing but earlier operations of the order, which have
-all ended; so all that take part in X have begun it, or will. This holds for the engines too, because the leader calls
-them as soon as it has come to the first broadcast. On the device X can only be behind
-operations that the rank began before it (even if all streams share one queue, CUDA_DEVICE_MAX_CONNECTIONS=1), and these
-have ended too. So X runs, and ends. Copies and digests are in no circle: they wait for nobody. The argument needs one
-total order, which order it is does not matter.
+There is no deadlock, however many queues the hardware has. Consider the first operation X of the order that has not
+ended. Before an operation a rank waits only for earlier ones, which have all ended. So all participants have begun X,
+or will. This holds for the engines too, because the leader calls them as soon as it reaches the first broadcast. On the
+device X can only be queued behind operations that the rank began before it, even if all streams share one queue
+(CUDA_DEVICE_MAX_CONNECTIONS=1), and these have ended too. So X runs, and ends. Copies and digests wait for nothing. The
+argument needs a total order; any will do.
 
-Without such an order there is a circle, e.g. if one thread gathers and another one broadcasts, with tensor parallel
-ranks 0 and 1 that both own experts. Rank 1 sends its half of a layer's attention to rank 0; everything that rank 1
-issues on the same stream, or hardware queue, now waits for that send. Its next broadcast is issued there. Rank 0 does
-not receive yet, because all its buffers are full; they are broadcast only after that broadcast of rank 1.
+Without such an order there can be a circle. Say one thread gathers and another broadcasts, and tensor-parallel ranks 0
+and 1 both own experts. Rank 1 sends its half of a layer's attention to rank 0. Everything that rank 1 issues on the
+same stream or hardware queue, such as its next broadcast, now waits for that send. Rank 0 does not receive yet, because
+all its buffers are full, and they are broadcast only after that broadcast of rank 1.
 
-B(k) runs while the gather that follows it in the order, and its digest, do. Only one broadcast runs then: those before
-B(k) are waited for when B(k) has begun. So the buffer of that gather is free, as `schedule` has arranged it. Nothing is
-written into a buffer in flight: `BucketPacker.seal` reads the digest, which proves that the buffer was written, and the
-end of a broadcast is observed before the buffer is used again.
+B(k) overlaps the next gather of the order and its digest. Only one broadcast runs then, because the rank waits for
+earlier ones once B(k) has begun. So the buffer of that gather is free, as `schedule` has arranged. Nothing is written
+into a buffer in flight: `BucketPacker.seal` reads the digest, which proves that the buffer was written, and the end of
+a broadcast is observed before its buffer is used again.
 
 Shapes: B bytes of a flat uint8 buffer.
 """
