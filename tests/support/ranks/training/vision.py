@@ -152,7 +152,7 @@ def _flat_positions(policy: Policy) -> AbstractContextManager[Any]:
     def flat(length: int, images: object) -> np.ndarray:
         return np.tile(np.arange(length), (3, 1))
 
-    return mock.patch("megarl.trainer.packing.positions", flat)
+    return mock.patch("megarl.trainer.packed_images.positions", flat)
 
 
 def _blank(policy: Policy) -> AbstractContextManager[Any]:
