@@ -44,6 +44,11 @@ class Injector:
         """The faults that have happened."""
         return self._watch.happened
 
+    @property
+    def ended(self) -> bool:
+        """True after the last fault, and after one that the run is not over."""
+        return not self._thread.is_alive()
+
     def stop(self) -> str:
         """End the injection, because the run has ended; return what went wrong in it, "" if nothing did."""
         self._end.set()

@@ -21,6 +21,7 @@ WORKER_STARTED_S = 15.0  # after which an agent worker has loops; one that is st
 STARTED_S = 6.0  # after which a reward worker scores; late rewards replace workers every few seconds
 DUTY = (0.15, 0.05)  # seconds of SIGSTOP and SIGCONT of a slow process, in turn
 CRAWL = (0.475, 0.025)  # of one that is 20 times slower
+AGENTS = ("torch.distributed.run", "megarl.cluster.torchrun.run")  # torchrun's modules, of a bare one and of ours
 _LOG = re.compile(r"replica-(\d+)\.log")
 # How the command line of each part that is one process below the supervisor begins, or what it contains.
 TITLES = {
@@ -120,7 +121,7 @@ def find_agent(run_dir: Path) -> psutil.Process | None:
     """Return torchrun's process, None if it does not run."""
     with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
         process = psutil.Process(int(_state(run_dir)["agent"]["pid"]))
-        return process if "torch.distributed.run" in " ".join(process.cmdline()) else None
+        return process if any(each in process.cmdline() for each in AGENTS) else None
     return None
 
 

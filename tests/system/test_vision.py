@@ -161,7 +161,9 @@ def test_whatever_is_lost_engine_and_trainer_see_the_same(tmp_path: Path) -> Non
     faults = [Fault(KINDS[name], 0, after_step=3, delay_s=0.5, seconds=0.0) for name in LOST]
     injector = Injector(run_dir, faults, replicas=2, say=print)
     with killed_after(process, run_dir):
-        wait_for(lambda: [each.over for each in injector.happened] == [True] * len(LOST), process, timeout_s=1200)
+        wait_for(lambda: injector.ended, process, timeout_s=1200)
+        happened = injector.happened
+        assert [each.over for each in happened] == [True] * len(LOST), [each.notes for each in happened]
         (run_dir / "stop").touch()
         output, _ = process.communicate(timeout=600)
     assert injector.stop() == ""
