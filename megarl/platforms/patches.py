@@ -5,19 +5,23 @@ of 0.19.2, the supported version (https://github.com/NVIDIA/Megatron-LM/tree/cor
 the original function as `__wrapped__`, with which tests reproduce the defect.
 """
 
-from __future__ import annotations
-
 import functools
 import queue
+import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.tensor_parallel import mappings, random
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def apply() -> None:
@@ -32,8 +36,6 @@ def all_to_all_split_sizes() -> None:
     moe_utils.py:1184 converts only CUDA tensors. Without CUDA they remain tensors, for which all_to_all_single raises
     TypeError: EP > 1 cannot run.
     """
-    from megatron.core.tensor_parallel import mappings
-
     original = mappings.all_to_all
 
     def as_list(sizes: Sequence[int] | Tensor | None) -> list[int] | None:
@@ -59,8 +61,6 @@ def recompute_without_fp8() -> None:
 
     random.py:740 tests `fp8 is not None`, so False counts as on: a NameError in selective recompute without TE.
     """
-    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-
     original = CheckpointWithoutOutput.__init__
 
     @functools.wraps(original)
@@ -77,8 +77,6 @@ def recompute_compiles_at_run_time() -> None:
     needs a compiler on every node and takes minutes on a busy one. If a rank is killed while it compiles, the others
     wait forever for its lock file.
     """
-    from megatron.core.tensor_parallel import random
-
     original = random._get_share_storage
 
     def share_storage(output: Tensor, recomputed: Tensor) -> None:
@@ -101,8 +99,6 @@ def aux_loss_counts_of_padding() -> None:
     of each rank's part of the loss, counts the whole group's tokens. The parts of one sum need equal weights, so here
     it is the mean over the group.
     """
-    from megatron.core.transformer.moe import moe_utils
-
     original = moe_utils.get_tokens_per_expert_and_token_count
 
     @functools.wraps(original)
@@ -123,8 +119,6 @@ def expert_bias_padding_mask_shape() -> None:
 
     router.py:738 combines a map [tokens, experts] with a mask [tokens]: an error, or the wrong axis if sizes match.
     """
-    from megatron.core.transformer.moe.router import TopKRouter
-
     original = TopKRouter._apply_expert_bias
 
     @functools.wraps(original)
@@ -141,8 +135,6 @@ def write_results_need_no_manager() -> None:
     is spawned, so it runs an entry script without an import guard again. megarl writes only in the rank's process
     (`checkpoint/save/writer.py`, or Megatron-Core's synchronous save), where a plain queue is enough.
     """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
     original = filesystem_async.get_write_results_queue
 
     @functools.wraps(original)
@@ -160,9 +152,6 @@ def mla_rotated_key_gradient_is_partial() -> None:
     the projection's output, and passes its key part through a region that sums gradients. Megatron's code then takes
     its branch for replicated projections, which is correct.
     """
-    from megatron.core.tensor_parallel import mappings
-    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-
     original = MLASelfAttention.__init__
 
     def gathered(config: TransformerConfig, output: Tensor) -> Tensor:
@@ -192,8 +181,6 @@ def mla_query_has_no_norm_without_compression() -> None:
     Engine's fused norm and projection instead. Models such as Moonlight have no such norm (reported as
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/5261), and without Transformer Engine it is an error.
     """
-    from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
-
     original = QKNormConfigResolver._mla_fused_linear_or_default
 
     @functools.wraps(original)
@@ -207,8 +194,6 @@ def mla_query_has_no_norm_without_compression() -> None:
 
 def rebind(name: str, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
     """Set `replacement` in every Megatron module that imported `original` by name."""
-    import sys
-
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("megatron.core") and getattr(module, name, None) is original:
             setattr(module, name, replacement)

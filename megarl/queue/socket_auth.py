@@ -10,19 +10,17 @@ every later frame, before Python sees it. Both key pairs derive from the run's t
 When the required version of TransferQueue changes, check where the new one creates sockets.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import threading
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import zmq
+from zmq.utils import z85
 
 from megarl.common.trust.run_secret import derive_key
-
-if TYPE_CHECKING:
-    import zmq
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +40,6 @@ class KeyPair:
 @functools.cache
 def key_pair(side: str) -> KeyPair:
     """Return the keys of `side`, `server` or `client`. Raises ValueError if the process lacks the run's token."""
-    import zmq
-    from zmq.utils import z85
-
     secret = z85.encode(derive_key(f"queue {side}"))
     return KeyPair(zmq.curve_public(secret), secret)
 
@@ -74,8 +69,6 @@ def create_locked_socket(
 
     Ray sends the library's actor classes with this function by name, so an actor's process applies the patch here.
     """
-    import zmq
-
     if not hasattr(create_locked_socket, "__wrapped__"):
         lock()
     socket = create_locked_socket.__wrapped__(ctx, socket_type, ip, identity)  # type: ignore[attr-defined]
@@ -102,8 +95,6 @@ def _answer_for(ctx: zmq.Context[Any]) -> None:
 
     `zmq.auth.thread` does not end with its context: a storage unit that ends would wait for it forever.
     """
-    import zmq
-
     questions = ctx.socket(zmq.REP, socket_class=zmq.Socket)
     questions.linger = 0
     try:
@@ -119,9 +110,6 @@ def _answer_for(ctx: zmq.Context[Any]) -> None:
 
 def _answer(questions: zmq.Socket[bytes], admitted: bytes) -> None:
     """Answer until the context ends: status 200 for clients with the key `admitted`, 400 for all others."""
-    import zmq
-    from zmq.utils import z85
-
     try:
         while True:
             version, number, _, address, _, mechanism, *credentials = questions.recv_multipart()

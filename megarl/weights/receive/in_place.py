@@ -16,6 +16,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _get_weight_loader,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+from vllm.v1.attention.backend import AttentionImplBase
 
 
 def in_place_obstacle(model: nn.Module, device_type: str) -> str | None:
@@ -49,7 +63,6 @@ def embeddings_in_place(model: nn.Module, device_type: str) -> list[nn.Module]:
     A reload would hold two more copies of each of them, and it is the largest tensor of many models. Call it before the
     reload begins. A CPU kernel's packed copy of them has to be made again after the load (`loaders.py`).
     """
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     def fits(module: nn.Module) -> bool:
         plain = type(getattr(module, "quant_method", None)) is UnquantizedEmbeddingMethod
@@ -68,11 +81,6 @@ def embeddings_in_place(model: nn.Module, device_type: str) -> list[nn.Module]:
 
 def _processing(module: nn.Module, device_type: str) -> str | None:
     """Return what a reload would do with the module's loaded weights, or None if nothing."""
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
     method = getattr(module, "quant_method", None)
     if not isinstance(method, QuantizeMethodBase):
         method = None
@@ -99,10 +107,6 @@ def _is_packed(module: nn.Module) -> bool:
 
 def _expert_processing(method: Any) -> str | None:  # noqa: ANN401  # one of several classes of vLLM
     """Return what the quant method of an expert layer, or an unknown one, would do with loaded weights."""
-    from vllm.model_executor.layers.fused_moe import modular_kernel
-    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
     if type(method) is not UnquantizedFusedMoEMethod:
         return f"{type(method).__name__} may change the weights after they are loaded"
     if method.moe.moe_parallel_config.enable_eplb:
@@ -121,9 +125,6 @@ def _expert_processing(method: Any) -> str | None:  # noqa: ANN401  # one of sev
 
 def _attention_processing(module: nn.Module) -> str | None:
     """Return what an attention layer would do after a load, or None: only default scales of the KV cache are set."""
-    from vllm.model_executor.layers.attention import Attention
-    from vllm.v1.attention.backend import AttentionImplBase
-
     if type(module) is not Attention:
         return "it may compute tensors from loaded weights"
     if module.kv_cache_dtype not in ("auto", "float32", "bfloat16", "float16"):
@@ -139,9 +140,6 @@ def _attention_processing(module: nn.Module) -> str | None:
 
 def _layout(module: nn.Module, device_type: str) -> Iterator[str]:
     """Yield how the module's tensors differ from those that it was built with."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
-
     info = get_layerwise_info(module)
     if info.can_load():
         yield "a layer-wise reload is in progress"
@@ -162,8 +160,6 @@ def _layout(module: nn.Module, device_type: str) -> Iterator[str]:
 
 def _unusable(name: str, tensor: torch.Tensor, device_type: str) -> Iterator[str]:
     """Yield why a loader that is called now would not write into the memory that the engine computes with."""
-    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, _get_weight_loader
-
     if tensor.device.type != device_type or getattr(tensor, "_vllm_is_uva_offloaded", False):
         yield f"{name} is not on the engine's device"
     if tensor.numel() and not tensor.untyped_storage().nbytes():
@@ -174,7 +170,5 @@ def _unusable(name: str, tensor: torch.Tensor, device_type: str) -> Iterator[str
 
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return what a weight loader sees of a tensor apart from its content: shape, strides, dtype and the loader."""
-    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
-
     loader = _get_original_loader(tensor)  # a reload leaves its own loaders, which call this one, in its records
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, getattr(loader, "__func__", loader).__qualname__

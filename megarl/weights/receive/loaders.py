@@ -14,24 +14,31 @@ weights are then of two versions, and a later reload overwrites every module.
 Shapes: B bytes of a flat uint8 buffer; tensors without a suffix may have any shape.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LOADING_LAYERS,
+    _get_original_loader,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from megarl.common.errors import WeightSyncError
 from megarl.common.process.memory_tuning import MMAP_OTHERWISE, map_blocks_from
 from megarl.weights.receive.coverage import LoadCoverage, missing_message
 from megarl.weights.receive.in_place import embeddings_in_place, expert_backend, in_place_obstacle
 from megarl.weights.receive.recorded_copies import RecordedCopies
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 MMAP_DURING_SYNC = 2**20
@@ -88,8 +95,6 @@ class ModelLoader:
 
     def start(self) -> None:
         """Choose the way, and prepare the model for vLLM's layer-wise reload if that is chosen."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
         self.obstacle = self.check()
         self._coverage = LoadCoverage(self._model) if self._check_next else None
         if self.obstacle is None:
@@ -119,15 +124,11 @@ class ModelLoader:
 
     def _load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Call vLLM's loaders."""
-        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-
         with disable_mtp_completeness_check():
             self._model.load_weights(tensors)
 
     def detach(self, buffer_B: torch.Tensor) -> None:
         """Replace what a reload keeps of the buffer by copies."""
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
         if self.obstacle is None:
             return
         storage = buffer_B.untyped_storage().data_ptr()
@@ -144,8 +145,6 @@ class ModelLoader:
 
         Raises WeightSyncError if this first sync of a group has not brought every weight, which dummy weights need.
         """
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
         self._check_coverage()
         if self.obstacle is None:
             self._copies.finish()
@@ -197,8 +196,6 @@ def undo_reload(model: Any, before: dict[str, LiveTensor]) -> None:  # noqa: ANN
     Raises:
         WeightSyncError: the model does not compute with the same tensors as before. It must not be used any more.
     """
-    from vllm.model_executor.model_loader.reload.layerwise import LOADING_LAYERS, get_layerwise_info
-
     for module in model.modules():
         if get_layerwise_info(module).can_load():
             put_back(module)
@@ -217,13 +214,6 @@ def undo_reload(model: Any, before: dict[str, LiveTensor]) -> None:  # noqa: ANN
 
 def put_back(module: torch.nn.Module) -> None:
     """Give a module of a reload that has begun its live tensors and their loaders again: it no longer takes part."""
-    from vllm.model_executor.model_loader.reload.layerwise import (
-        _get_original_loader,
-        _place_kernel_tensors,
-        get_layerwise_info,
-    )
-    from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
-
     info = get_layerwise_info(module)
     for tensor in get_layer_tensors(module).values():
         if not tensor.is_meta:  # a reload leaves some where they are, such as a bias, and changes their loader only
@@ -239,8 +229,6 @@ def prepack_updated_experts() -> None:
     `UnquantizedFusedMoEMethod._setup_kernel` processes the experts' weights at the first load only. On CPU that step
     changes the weights, so after an update without it the MoE layers compute wrong results without an error.
     """
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
     original = UnquantizedFusedMoEMethod._setup_kernel
     if hasattr(original, "__wrapped__"):
         return
@@ -264,8 +252,6 @@ def prepack_embeddings(model: torch.nn.Module) -> None:
     too: its layer-wise reload gives the shared weight to the embedding alone. Without it the logits do not follow the
     weights. https://github.com/vllm-project/vllm, model_executor/layers/utils.py, `dispatch_cpu_unquantized_gemm`.
     """
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
             del module.cpu_linear  # with the packed copy of the old weights, before another one is made
