@@ -13,6 +13,10 @@ from typing import Any
 import torch
 
 from benchmarks.lib.live_engine import ENVIRONMENT
+from megarl.common.process import no_torchvision
+from megarl.models.hf.model_files import raw_config
+from megarl.rollout.engine.engine_args import has_states
+from megarl.weights.receive import cpu_delta_net
 
 
 @contextmanager
@@ -24,6 +28,9 @@ def vllm_model(directory: Path, *, packed: bool = False, **engine_args: Any) -> 
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
+    if has_states(raw_config(directory)):  # as the plugin does in an engine
+        no_torchvision.apply()
+        cpu_delta_net.install()
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
