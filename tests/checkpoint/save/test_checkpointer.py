@@ -136,7 +136,7 @@ def test_another_layout_goes_on_as_closely_as_layouts_agree(
     got = merge([result["end"]["weights"] for result in resumed])
     for name, value in end.items():
         moved = float((value - start[name]).norm())
-        assert moved > 0, name
+        assert (moved > 0) == (not name.endswith("e_score_correction_bias")), name  # which no gradient moves
         assert float((got[name] - value).norm()) <= DEVIATION * moved, name
 
 
