@@ -109,9 +109,10 @@ class WeightSyncError(RuntimeError):
     """A weight sync did not complete; no replica serves its version.
 
     Attributes:
-        version: the version that was to be published. failed_members: members of the sync group or replicas that failed
-        themselves. Members that only lost the connection to a failed one are not included. needs_restart: replicas that
-        failed themselves, or had begun to load and did not finish. Their weights are
+        version: the version that was to be published.
+        failed_members: members of the sync group or replicas that failed themselves. Members that only lost the
+            connection to a failed one are not included.
+        needs_restart: replicas that failed themselves, or had begun to load and did not finish. Their weights are
             undefined, so they have to be replaced.
     """
 

@@ -178,6 +178,8 @@ def check_samples(samples: Sequence[TrainSample], vocab_size: int, *, sees: bool
             raise ValueError(f"sample {sample.key}: a token id is outside the vocabulary of {vocab_size}")
         if sample.images and not sees:
             raise ValueError(f"sample {sample.key}: it has images, and the model reads text only")
+        if sample.images and sample.images[-1].end > sample.length:
+            raise ValueError(f"sample {sample.key}: its last image ends behind its {sample.length} tokens")
         for name, value in [("loss_mask", sample.loss_mask_R), *sample.streams.items()]:
             if value is not None and value.shape != (len(sample.response_ids),):
                 raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.queue.images import ImageRef
 from megarl.trainer.batch import TrainSample, check_samples, common_streams, pack, unpack
 from tests.support.losses.samples import train_sample as sample
 
@@ -93,6 +94,13 @@ def test_every_response_token_has_the_row_before_it(shapes: list[tuple[int, int]
 def test_bad_samples_are_refused(broken: TrainSample, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_samples([sample("good", [1], [2]), broken], vocab_size=10)
+
+
+def test_an_image_behind_its_sample_is_refused() -> None:
+    """Context parallelism pads each sample, so that its positions could still be made."""
+    broken = replace(sample("x", [1], [2]), images=(ImageRef("a", 1, 1, 2),))
+    with pytest.raises(ValueError, match="x: its last image ends behind its 2 tokens"):
+        check_samples([broken], vocab_size=10, sees=True)
 
 
 def test_only_streams_that_all_samples_have_are_packed() -> None:

@@ -199,7 +199,7 @@ def _host_memory(plan: RunPlan) -> str:
     )
     node = of_rank * plan.pools.trainer.gpus_per_node
     routes = ""
-    if plan.config.trainer.router_replay == "r3":
+    if plan.config.trainer.router_replay != "none":
         row = plan.max_sequence_tokens * sum(plan.info.moe_layers) * plan.info.topk
         most = row * (1 if (plan.info.num_experts or 0) <= 256 else 2) * plan.samples_per_step // plan.layout.data
         routes = f"; the experts of a step, up to {gib(most)} per rank"

@@ -214,7 +214,8 @@ class RolloutConfig(Section):
     journal_s: float = Field(30.0, ge=0)
     """Largest delay in seconds of the journal of generated tokens (`RUN_DIR/rollout.journal`). A resumed run reuses
     finished groups and continues unfinished ones, as far as `admission.max_staleness` allows; 0 = off: it draws them
-    again. Without effect with `run.deterministic`."""
+    again. Without effect with `run.deterministic`. With `trainer.router_replay: r3` an unfinished group is written
+    again after a quarter more tokens."""
     group_deadline_s: float | None = Field(None, gt=0)
     """Seconds within which a prompt group must end; null = nine tenths of `timeouts.generate_s` where generation runs
     ahead (`admission.mode`), else no limit of its own."""

@@ -71,7 +71,9 @@ def compare(reference: str, answer: str) -> tuple[str | None, bool]:
     """
     expected_text = _reference_text(reference)
     expected, found = Answer.read(expected_text), Answer.read(chosen(answer, expected_text))
-    units = [each.unit or ("%" if each.percent else "") for each in (expected, found)]
+    units = [each.unit for each in (expected, found)]
+    if expected.percent != found.percent:
+        units = [each.unit or ("%" if each.percent else None) for each in (expected, found)]
     other_unit = all(units) and units[0] != units[1]
     if other_unit or (found.decided and expected.decided):
         return found.name, not other_unit and found.says(expected)

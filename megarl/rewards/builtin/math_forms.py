@@ -104,6 +104,7 @@ _NO_LIST = re.compile(
 )
 # In a list of values.
 _AND_BETWEEN = re.compile(r"(?<=[\d%)}])\s*(?:\\text\s*\{\s*and\s*\}|\band\b|\\?&)\s*(?=[-+\d.(\\])")
+_NAMED_UNIT = re.compile(r"\\(?:text|mathrm|textnormal|mbox|operatorname)\s*\{[^{}]*[a-zA-Z]{2}")
 _UNITS = re.compile(rf"(?:(?:\s|\\[,;: ]|~|/|\\cdot(?![a-zA-Z]))*{_UNIT}(?:\s*\^\s*(?:\{{-?\d\}}|\d))?)+$")
 
 
@@ -230,12 +231,9 @@ def without_units(text: str) -> str:
         number = _fraction(scaled[1]) * _SCALES[scaled[2]]
         return str(number.numerator) if number.denominator == 1 else text
     value = _UNITS.sub("", text)
-    unit = text[len(value) :].replace(r"\cdot", "")
     is_number = value[-1:] in tuple("0123456789})!%")
-    if value.endswith(r"\pi"):
-        is_number = re.search("[a-zA-Z]{2}", unit) is not None  # one letter may be a height or a mass
-    elif not is_number:
-        is_number = r"\text" in unit and known_unit(unit) is not None  # of 3x
+    if not is_number and _NAMED_UNIT.search(text, len(value)):  # plain letters after a letter are factors
+        is_number = value.endswith(r"\pi") or known_unit(text[len(value) :]) is not None  # of 3x
     return value if value != text and is_number else text
 
 

@@ -219,7 +219,7 @@ def clean(text: str) -> str:
     """Return an answer as clean LaTeX of the same value: no colors, Markdown or typographic signs, plain numbers."""
     text = typography(text)
     text = _LETTER.sub(lambda match: match[1] or match[2] or match[3], _TEXT_NUMBER.sub(r"\1", text))
-    text = _FORMATS.sub("", re.sub(r"\{\s*\\rm\s*~?([^{}]*)\}", r"\\text{\1}", text))
+    text = _FORMATS.sub("", re.sub(r"(?<![_^}a-zA-Z])\{\s*\\rm\s*~?([a-zA-Z]{2}[^{}]*)\}", r"\\text{\1}", text))
     text = re.sub(r"(?<=[,+])\s*\.{3,}", r"\\ldots ", text)  # of a list; other final periods mean nothing
     text = _prefixed(text).strip().strip("$").strip()
     for pattern, spelling in _SPELLINGS:

@@ -6,13 +6,13 @@ use only a share of each engine. Its report has the versions of the tokens.
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.common.errors import LostWithWorkers, RolloutError
-from megarl.common.files import replace_file
 from megarl.common.rundir.notices import write_notice
 from megarl.evaluation.accuracy import ScoredResponse
 from megarl.evaluation.harness import Mode, SetReport, evaluate_set
@@ -212,9 +212,14 @@ class Evaluator:
 
     def _write(self, path: Path, eval_sets: Sequence[EvalSet]) -> None:
         """Write the file of responses atomically; warn the user on failure."""
-        records = [{"set": each.name, **record} for each in eval_sets for record in each.records]
-        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            replace_file(path, text.encode("utf-8", "replace"))  # data may contain what UTF-8 cannot represent
+            with temporary.open("wb") as file:  # data may contain what UTF-8 cannot represent
+                for each in eval_sets:
+                    for record in each.records:
+                        line = json.dumps({"set": each.name, **record}, ensure_ascii=False)
+                        file.write(line.encode("utf-8", "replace") + b"\n")
+            temporary.replace(path)
         except OSError as error:
+            temporary.unlink(missing_ok=True)
             write_notice(self._run_dir, f"{path} could not be written ({error}); its evaluation is in the metrics")

@@ -43,8 +43,8 @@ class Receiver:
 
         Raises:
             ValueError: `plan_hash` is that of another plan, the plan mixes layers and the loader cannot take that, or
-            it leaves out tensors that have not arrived yet. WeightSyncError: the sync failed. This exception and all
-            exceptions of the loader are raised after the
+                it leaves out tensors that have not arrived yet.
+            WeightSyncError: the sync failed. This exception and all exceptions of the loader are raised after the
                 failure was reported, the other members were released and this group was aborted.
         """
         group = self.group

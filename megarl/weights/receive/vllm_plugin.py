@@ -86,10 +86,13 @@ class GpuMemory:
         Qwen3-VL adds the first to text (models/qwen3_vl.py). The padding of a batch keeps the second, as positions of
         RoPE (v1/worker/gpu/mm/rope.py).
         """
+        import torch
+
         lost = list(getattr(self.model_runner.get_model(), "deepstack_input_embeds", ()))
         rope = getattr(getattr(self.model_runner, "model_state", None), "rope_state", None)
-        for tensor in lost if rope is None else [*lost, rope.positions]:
-            tensor.zero_()
+        with torch.inference_mode():  # vLLM may have made them in it
+            for tensor in lost if rope is None else [*lost, rope.positions]:
+                tensor.zero_()
 
     def held_bytes(self) -> int:
         """Return the bytes of the worker's GPU that are in use, by whatever process."""
