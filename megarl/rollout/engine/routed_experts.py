@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
 from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -31,6 +32,7 @@ class ReturnsRoutedExperts:
         """Make the worker return the experts of each step. Call it once, before the first request."""
         runner = self.model_runner
         connector = get_aux_output_connector(runner.get_model(), runner.vllm_config, runner.kv_cache_config)
+        _hold_whole_requests(connector, runner.vllm_config)
         execute, sample = runner.execute_model, runner.sample_tokens
 
         def execute_model(scheduled: Any, *args: Any) -> Any:  # noqa: ANN401
@@ -58,3 +60,16 @@ class ReturnsRoutedExperts:
             return output
 
         runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+
+
+def _hold_whole_requests(connector: Any, config: Any) -> None:  # noqa: ANN401  # vLLM's
+    """Give the experts of all running tokens room if there is no prefix cache, as with latent attention on a CPU.
+
+    vLLM moves a full block out of its buffer once the block has a hash, which only the prefix cache makes.
+    """
+    buffer, seqs = connector._buffer, config.scheduler_config.max_num_seqs
+    if buffer is not None and not config.cache_config.enable_prefix_caching:
+        tokens = seqs * config.model_config.max_model_len
+        connector._buffer = RoutedExpertsBuffer(
+            buffer.dtype, buffer.shape_per_token, buffer.block_size, seqs, tokens, 1
+        )
