@@ -15,7 +15,7 @@ COPY_SPEED = 50 * GIB
 _GENERATE, _TRAIN, _PUBLISH = "generate", "train", "publish"
 # What stays while the other side has the GPU: contexts, communicators, buffers of a sync.
 _KEPT = ("CUDA and NCCL", "CUDA, NCCL and graphs", "sync buckets")
-HEAP = 64 * MIB  # of a process on a CPU, in addition to what it had before the model. An estimate; 25 was measured
+HEAP = 96 * MIB  # of a process on a CPU, in addition to what it had before the model. 25 to 72 were measured
 _MOVED = ("weights", "optimizer")
 _RELAY_BUCKETS = 2  # from a rank to an engine (`megarl/weights/group/relay.py`)
 
