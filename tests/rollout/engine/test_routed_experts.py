@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -148,3 +149,27 @@ def test_nobody_gets_experts_who_does_not_ask_for_them(engine: Engine) -> None:
     asked = prompts(2, 8, same=0)
     made = engine.answer([replace(request(f"eval-{n}", each, 24), routes_from=None) for n, each in enumerate(asked)])
     assert [len(part.response_ids) for part in made] == [24, 24] and all(part.routes is None for part in made)
+
+
+def test_without_a_prefix_cache_the_experts_of_all_running_tokens_have_room() -> None:
+    """As with latent attention on a CPU: no block gets a hash, so none leaves vLLM's buffer."""
+    from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
+
+    from megarl.rollout.engine.routed_experts import _hold_whole_requests
+
+    def fill(*, cached: bool) -> None:
+        connector = SimpleNamespace(_buffer=RoutedExpertsBuffer(np.dtype("uint8"), (2, 4), 16, 4, 64, 1))
+        config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
+            cache_config=SimpleNamespace(enable_prefix_caching=cached),
+            model_config=SimpleNamespace(max_model_len=256),
+        )
+        _hold_whole_requests(connector, config)
+        for start in range(0, 256, 8):
+            for request in range(4):
+                for _, rows in connector._buffer.capture(request, start, np.zeros((8, 2, 4), np.uint8)):
+                    connector._buffer.retain_block(rows)
+
+    fill(cached=False)
+    with pytest.raises(AssertionError, match="exhausted"):
+        fill(cached=True)
