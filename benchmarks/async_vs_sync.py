@@ -23,8 +23,6 @@ steps follow as rollout may be ahead, so that as many responses are generated in
 It takes about half an hour, with --quick a few minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

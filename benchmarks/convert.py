@@ -12,8 +12,6 @@ What a run has made is deleted before the next one begins, so that no more than 
 alongside the sources: 26 GB at most. It takes about half an hour; --quick, with small models, two minutes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

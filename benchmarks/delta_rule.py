@@ -8,8 +8,6 @@ its CPU times counts, so that other work on the machine disturbs less. Rows: for
 that of megarl.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

@@ -22,8 +22,6 @@ step `streams`; its times say nothing about a GPU. `--append` adds the table wit
 the versions to a page. Exit status: 0 if all bounds hold, 1 if not, 2 without a CUDA device.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import importlib

@@ -13,8 +13,6 @@ run whose numbers are there is not made again, so an interrupted matrix goes on.
 over accuracy before, for each run; seconds until the run had recovered over the time of a step, for each fault.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import statistics

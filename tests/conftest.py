@@ -1,7 +1,5 @@
 """Shared, expensive things: worlds of ranks (one per size, kept for the whole session)."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import inspect

@@ -1,7 +1,5 @@
 """The comparison of two trees sees a difference in everything that it says it compares."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

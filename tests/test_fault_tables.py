@@ -1,7 +1,5 @@
 """docs/reference/faults.md against its tests: each one that it names exists."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

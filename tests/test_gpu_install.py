@@ -1,7 +1,5 @@
 """`make setup-gpu` as far as a CPU can test it: its steps, the Dockerfile, and a build without nvcc or headers."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

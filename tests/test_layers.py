@@ -1,7 +1,5 @@
 """The layers of the package are a contract that a machine checks, and that a forbidden import breaks."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

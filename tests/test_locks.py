@@ -1,7 +1,5 @@
 """The lock files pin everything, say nothing of where packages come from, and agree with each other."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Every command on a page is one that its program takes, and every key that a page shows exists."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """The generated pages: they are written where they differ, and every query of the dashboard names existing metrics."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 Whoever raises a version sees here what to look at first. Underscored names of torch that are documented stand here too.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 from collections.abc import Iterator

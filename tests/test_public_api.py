@@ -1,7 +1,5 @@
 """The public API: it is complete, documented and light, and the files around the package tell the same."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib

@@ -1,7 +1,5 @@
 """The documentation: the site builds, which checks its links, and links to other files of the checkout lead there."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Folders are small, every wait of the package has a bound, slow tests run in one target, and names in text exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """How each fault happens: by signals to processes, by files, by orders to functions of the soak."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

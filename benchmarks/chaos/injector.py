@@ -3,8 +3,6 @@
 A further kind of fault needs a line in KINDS (chaos/kinds.py), and a way to happen in ACTIONS (chaos/actions.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import traceback

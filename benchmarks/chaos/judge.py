@@ -1,7 +1,5 @@
 """Judges whether a run is over a fault, and at the price that the fault's kind allows."""
 
-from __future__ import annotations
-
 from benchmarks.chaos.actions import Target
 from benchmarks.chaos.kinds import Happened
 from benchmarks.chaos.processes import Replica, cpu_seconds, ended

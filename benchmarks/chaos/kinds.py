@@ -1,7 +1,5 @@
 """The kinds of faults of the soak, the schedule in which they happen, and what has become of each."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ order, so that one process obeys it, once, and notes that in the file TAKEN befo
 processes, until it is withdrawn.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Finds the processes of a live run by role, and stops, slows down or kills them by signals."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

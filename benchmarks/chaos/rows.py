@@ -1,7 +1,5 @@
 """The rows of the soak's report: what each run has done, and what the disturbed one has lost against the other."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

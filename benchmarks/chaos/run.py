@@ -1,7 +1,5 @@
 """A run of the soak: its config, its job, which the same command starts again as a user would, and what it has done."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -19,8 +19,6 @@ Rows, for both runs where it makes sense:
   most; --quick, with two faults, about five.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

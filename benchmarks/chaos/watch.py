@@ -1,7 +1,5 @@
 """Watches a run from outside: its steps, its processes and what it prints, and notes the faults that happen to it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

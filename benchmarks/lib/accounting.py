@@ -14,8 +14,6 @@ place: they must be those of the groups that are trained by the rules.
 The two sides are in lib/recount.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """The part of the soak that tests may use: its faults, the runs that they hit, and what is judged of them."""
 
-from __future__ import annotations
-
 from benchmarks.chaos.injector import Injector
 from benchmarks.chaos.kinds import KINDS, Fault, Happened, Kind, missing, schedule
 from benchmarks.chaos.rows import (

@@ -5,8 +5,6 @@ answer in the place of the kernel: while the order `stale` is there, the files o
 cannot be opened, looked at, renewed or replaced.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A real vLLM engine in this process's event loop thread, with the methods a sync calls."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -1,7 +1,5 @@
 """Models of any size with random weights, for benchmarks whose results do not depend on what a model says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Benchmarks that measure in two trainer ranks: a script starts itself as these, and rank 0 writes what was found."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

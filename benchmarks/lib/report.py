@@ -1,7 +1,5 @@
 """The report of a benchmark: rows of a ratio against its bound, the table, the JSON file and the exit status."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

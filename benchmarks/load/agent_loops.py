@@ -23,8 +23,6 @@ flight that is asked for, because it counts finished groups too, which wait for 
 It takes about five minutes, with --quick one.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -3,8 +3,6 @@
 Shape suffixes: R rows (response tokens), H hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

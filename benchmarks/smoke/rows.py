@@ -1,7 +1,5 @@
 """The rows of the smoke test: one measured value against a reference, with a bound on their ratio."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -15,8 +15,6 @@ which rollout is ahead: as many samples are generated in what is measured as are
 TRL 1.16 comes with the packages of tests (`make setup-test`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -3,8 +3,6 @@
 A process of its own, with two threads. The result holds the time at the end of each step and its mean reward.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

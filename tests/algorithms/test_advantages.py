@@ -1,7 +1,5 @@
 """Advantages, reward shaping, aggregation weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import assume, given, settings

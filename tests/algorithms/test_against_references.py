@@ -3,8 +3,6 @@
 Values and gradients.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

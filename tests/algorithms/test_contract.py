@@ -1,7 +1,5 @@
 """The contract of losses and advantages: those that are shipped hold to it, and each way of breaking it is named."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

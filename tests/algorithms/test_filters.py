@@ -1,7 +1,5 @@
 """shape_batch: every sample that comes in leaves exactly once, with the right reward and advantage."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

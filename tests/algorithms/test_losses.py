@@ -1,7 +1,5 @@
 """Exact values and properties of the packed losses."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -14,8 +14,6 @@ Where the definitions differ:
 - verl's REINFORCE++ discounts (`gamma`), and takes rewards per token; ours has one reward per sample and no discount.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Advantages by turn: the paper's for two turns, its extension, and GRPO's where the turns have no signal."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from typing import Any

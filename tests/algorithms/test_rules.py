@@ -3,8 +3,6 @@
 PPO and GSPO are in test_against_references.py, advantages in test_losses_against_oracles.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

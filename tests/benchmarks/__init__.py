@@ -1,7 +1,5 @@
 """Tests of the measuring programs. The rest of the tests imports `benchmarks.lib` only."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

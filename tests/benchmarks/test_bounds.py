@@ -1,7 +1,5 @@
 """Each bound of each benchmark can be missed: figures beyond it give a row that is not ok, and an exit status of 1."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """benchmarks/gpu_smoke.py without a GPU: a missed bound or a hang fails it, and its steps find what is wrong."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every benchmark comes to its end with --quick, and writes rows. Only in make nightly-benchmarks."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The report of the benchmarks: results, exit status, JSON, and a quick run that judges nothing."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

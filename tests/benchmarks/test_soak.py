@@ -1,7 +1,5 @@
 """The soak without its runs: its judges find what is wrong with a run, in its rows, in its files, after its faults."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

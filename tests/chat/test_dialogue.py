@@ -1,7 +1,5 @@
 """Dialogues as token ids: every turn's prompt extends the tokens before it, whatever the model wrote."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Tool calls written as a name and JSON: what a template writes is read back, and what cannot be read is reported."""
 
-from __future__ import annotations
-
 import json
 import time
 from functools import cache

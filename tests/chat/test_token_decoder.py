@@ -1,7 +1,5 @@
 """The text of token ids, with and without the library's own batches, and alongside a thread that encodes."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

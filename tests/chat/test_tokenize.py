@@ -1,7 +1,5 @@
 """Chat template, prompt limits, stop tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

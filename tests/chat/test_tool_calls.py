@@ -1,7 +1,5 @@
 """Tool calls read from the text of a turn: formats, malformed calls, and what of an unfinished turn is content."""
 
-from __future__ import annotations
-
 import json
 import random
 

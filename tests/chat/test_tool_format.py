@@ -1,7 +1,5 @@
 """The format of tool calls, found in what a chat template writes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

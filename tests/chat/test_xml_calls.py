@@ -1,7 +1,5 @@
 """Tool calls written as tags: what a template writes is read back as the same call; what is unreadable is reported."""
 
-from __future__ import annotations
-
 import re
 import time
 from functools import cache

@@ -1,7 +1,5 @@
 """Tiny models of every family, written once; a directory for checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

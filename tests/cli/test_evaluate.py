@@ -1,7 +1,5 @@
 """`megarl eval`: from options to a config, messages for mistakes, and one real engine end to end."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Ctrl-C of the commands `eval` and `replay`: one message, no traceback, nothing left; a second one changes nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`megarl launch` chooses the scheduler and becomes the local script, which decides what stop signals mean."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

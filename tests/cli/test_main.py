@@ -1,7 +1,5 @@
 """The command line: mistakes in one message, and the pages that are made from the code."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every command that writes in a run directory is refused while another run holds it, and changes no byte there."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`megarl replay`: recorded batches give the very weights that the step gave on the trajectories in memory."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

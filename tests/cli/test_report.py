@@ -1,7 +1,5 @@
 """`megarl report` as a user calls it: mistakes, living runs, damaged files, and a run of 100,000 steps."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """`megarl serve`: options, refusals, the dry run, and a whole server from its start to Ctrl-C."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`megarl train` becomes torchrun with the ranks of the config; `megarl convert` is the converter."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

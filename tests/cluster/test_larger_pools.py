@@ -1,7 +1,5 @@
 """Engines of TP 2, and two replicas of which one is lost in mid-generation or has a full KV cache."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

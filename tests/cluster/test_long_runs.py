@@ -1,7 +1,5 @@
 """Thousands of heartbeats of what watches a run, while processes come and go: nothing keeps those that have gone."""
 
-from __future__ import annotations
-
 import tests.support.pool.ray_token  # noqa: F401  # isort: skip  # before Ray is imported
 
 import os

@@ -1,7 +1,5 @@
 """Copies of frozen dataclasses with other fields."""
 
-from __future__ import annotations
-
 from dataclasses import FrozenInstanceError, dataclass, field, replace
 
 import pytest

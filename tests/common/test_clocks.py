@@ -1,7 +1,5 @@
 """Time as a watcher has seen it pass."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.common.clocks import WatchedTime

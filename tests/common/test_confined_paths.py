@@ -1,7 +1,5 @@
 """No name and no link leads out of a directory; the links of the Hugging Face cache are followed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

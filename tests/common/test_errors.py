@@ -1,7 +1,5 @@
 """Errors that cross process borders."""
 
-from __future__ import annotations
-
 import pickle
 
 from megarl.common.errors import ReplicaFailed

@@ -1,7 +1,5 @@
 """Files that other processes read while they are written again."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The supported versions of Megatron-Core."""
 
-from __future__ import annotations
-
 import tomllib
 
 import pytest

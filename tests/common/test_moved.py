@@ -1,7 +1,5 @@
 """Modules are found under the names that they had in 0.1.0."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """The bytes of numbers are those of `array`."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest

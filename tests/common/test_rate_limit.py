@@ -1,7 +1,5 @@
 """Reports are held back for the interval after one, and no longer."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

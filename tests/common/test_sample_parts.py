@@ -1,7 +1,5 @@
 """The parts of a sample: they follow each other, and the first one stands for the sample."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """Each YAML block of the pages is part of a config that is accepted."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

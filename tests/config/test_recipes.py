@@ -1,7 +1,5 @@
 """The recipes' asynchronous sections, and their CPU-sized twins: other sizes, the same algorithm."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

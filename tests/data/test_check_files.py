@@ -1,7 +1,5 @@
 """The check of data files before a start: every bad row with its file, line and column."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

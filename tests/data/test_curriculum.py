@@ -1,7 +1,5 @@
 """The contract of a curriculum: what its function sees and may return, and what a checkpoint keeps of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompt files as they are found, and every mistake named by file, line and field."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Demonstrations: the token ids that a model would have read and written, and bounds on their length."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows with images: every form that data sets have, every mistake by file and row, and their place in the prompt."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

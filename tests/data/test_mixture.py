@@ -1,7 +1,5 @@
 """Drawing from several sets: exact shares, every draw of a set once and in order, and the same after a resume."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

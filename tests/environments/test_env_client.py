@@ -1,7 +1,5 @@
 """The client of an environment server over a stand-in one that speaks the same protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """The process of an environment: its variables, its death, and the end of all that it has started."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,8 +1,6 @@
 """A harness over the real gateway with a stand-in engine: what it has caused to be sampled becomes its sample's
 rows."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

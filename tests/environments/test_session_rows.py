@@ -1,7 +1,5 @@
 """The rows of a session: every sampled token is trained once, with what was recorded of it, and no other token is."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

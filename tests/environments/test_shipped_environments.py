@@ -4,8 +4,6 @@ Its packages have neither GSM8K nor reasoning-gym: `test_verifiers_environments.
 `null` chats, and calls tools by MCP; uv installs it when it first runs.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

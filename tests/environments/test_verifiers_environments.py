@@ -3,8 +3,6 @@
 make nightly-environments; or MEGARL_VERIFIERS_PYTHON=DIR/bin/python with requirements/environments.lock installed.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

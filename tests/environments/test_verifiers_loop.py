@@ -1,7 +1,5 @@
 """The loop of a verifiers environment: its arguments, and the reward of the traces."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

@@ -4,8 +4,6 @@ The model samples its words letter by letter, which its tokenizer would never do
 fewer. make nightly-environments; or MEGARL_VERIFIERS_PYTHON=DIR/bin/python with requirements/environments.lock.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Evaluation metrics: exact values, and hypothesis against brute force over all subsets."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The evaluation harness: who is asked what, what is reported, and how a failure ends."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """The task of `make vision`: what its pictures show, and that the model learns from what megarl will show it."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The directory that `python -m examples.quickstart` makes: reproducible, loadable, all or nothing."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

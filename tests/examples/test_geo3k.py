@@ -1,7 +1,5 @@
 """The reward of geometry3k."""
 
-from __future__ import annotations
-
 import pytest
 
 from examples.rl.vision.geo3k import reward as geo3k

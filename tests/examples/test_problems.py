@@ -1,7 +1,5 @@
 """The problem sets: disjoint, sized as said, and solutions that say what the careless student would say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The task of `make agents`: its demonstrations are dialogues with the calculator, as the model will meet them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

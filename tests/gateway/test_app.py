@@ -1,8 +1,6 @@
 """The gateway over replicas in this process: the token route, chats by OpenAI's client, sessions, refusals,
 failures."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -3,8 +3,6 @@
 Its model has a name that says whose it is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from pathlib import Path

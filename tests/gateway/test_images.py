@@ -1,7 +1,5 @@
 """Chats with images: their tokens, their files, their sessions, and what is refused before anything is decoded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A controller that dies: what was open goes on at the next one, from the tokens that the gateway has."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 

@@ -5,8 +5,6 @@ The last test kills the supervisor, so that nothing may be left of this pool, wh
 One pool serves all tests of this file, in order: the last ones kill parts of it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Sessions: every turn's prompt comes back exactly, whatever the tree; bounds; idle sessions."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

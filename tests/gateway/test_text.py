@@ -1,8 +1,6 @@
 """The format of tool calls that the gateway reads: that of the template, Hermes' where it writes none, or none at
 all."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Streaming: the pieces together are the whole content, and nothing is sent that later tokens may change."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The token of the gateway's clients, and the files that tell them where the gateway is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

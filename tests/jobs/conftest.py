@@ -1,7 +1,5 @@
 """A real SLURM, and hosts of their own, for as long as a test needs them; tests are skipped where neither can be."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

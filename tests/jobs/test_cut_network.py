@@ -3,8 +3,6 @@
 The run waits idly for most of the test, while that of another file can use the cores.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """`megarl doctor --nodes` under a real `srun`, and under torchrun on hosts of their own: one process per node."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

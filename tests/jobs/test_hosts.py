@@ -1,7 +1,5 @@
 """launch/multinode.sh over four hosts with addresses, names and process ids of their own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

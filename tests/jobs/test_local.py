@@ -1,7 +1,5 @@
 """launch/local.sh: two runs at once on one machine, one of them ended by SIGTERM."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An answer that falls into a cut of the network between two hosts is asked for again soon after the cut."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

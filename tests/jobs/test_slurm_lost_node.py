@@ -1,7 +1,5 @@
 """Two jobs at once on a real SLURM, one of which loses a node."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tiny models of every family, written once, and their log-probs by `transformers`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

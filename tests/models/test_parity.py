@@ -4,8 +4,6 @@ Gated DeltaNet: 3e-5, for `transformers` itself is as far from fp64. Both rules 
 difference of two sums over a chunk, whose rounding in fp32 makes most of what either is off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

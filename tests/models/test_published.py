@@ -1,7 +1,5 @@
 """The tables of published models: number of tensors and parameters as in their safetensors indices."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The trainer loads quantised files under every kind of layout as the model that they stand for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

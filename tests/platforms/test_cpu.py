@@ -1,7 +1,5 @@
 """The emulation is complete, inactive on CUDA, and changes nothing but what would raise."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

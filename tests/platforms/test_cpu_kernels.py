@@ -1,7 +1,5 @@
 """RMSNorm, SwiGLU and RoPE of a CPU have the values and gradients of their formulas."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The settings of a rank with a GPU, and their order, on a machine without one."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Each patch of Megatron-Core: the defect shows without it, and not with it."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Batch dumps and samples.jsonl: exact round trips, atomic parts, clear messages for damage."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

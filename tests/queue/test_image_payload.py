@@ -1,7 +1,5 @@
 """A step sends each image's file once each way: to each engine that serves it, and to each replica that trains it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Images by their places: positions equal those of transformers, whatever ids the text has."""
 
-from __future__ import annotations
-
 from types import MethodType, SimpleNamespace
 from typing import Any
 

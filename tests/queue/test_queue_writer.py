@@ -1,7 +1,5 @@
 """The time at which groups are put, with a stand-in for the queue: together if more are to follow, else at once."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Coroutine

@@ -1,7 +1,5 @@
 """Per-token streams: one declaration each, transport without loss through rows and dumps, names that the loss uses."""
 
-from __future__ import annotations
-
 import ast
 import struct
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 A group of which nothing was generated goes through the recorded batches and the step's plan too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -1,7 +1,5 @@
 """Slow trajectories and faults from the events of a run."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

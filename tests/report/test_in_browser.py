@@ -1,7 +1,5 @@
 """The page in a real browser: no script error, every plot drawn, nothing loaded, in light and dark, wide and narrow."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The limit on failures of a reward function."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

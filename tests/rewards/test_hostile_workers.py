@@ -1,7 +1,5 @@
 """Workers that fork, flood, forge, grow and die: every sample gets its own reward or an error of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The samples of twenty thousand steps: a reward pool keeps nothing of those that it has scored."""
 
-from __future__ import annotations
-
 import threading
 
 import psutil

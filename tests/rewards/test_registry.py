@@ -1,7 +1,5 @@
 """User functions are found and adapted."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.rewards.registry import as_result, resolve

@@ -1,7 +1,5 @@
 """The reward of the retool recipe, from the file that the recipe names."""
 
-from __future__ import annotations
-
 import pytest
 
 from examples.rl.agents.retool import reward

@@ -1,7 +1,5 @@
 """The trial call of reward functions before a run: as the run calls them, in a process that is killed if it hangs."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.rewards.types import RewardInput, RewardSpec

@@ -1,7 +1,5 @@
 """Scoring of one sample in a reward process, without the process."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """The pool against functions that really hang, crash and raise."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The time of the tests of this package: it passes only while every task waits."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.measures import own_time

@@ -10,8 +10,6 @@ rounded down to whole batches there. And it limits starts only: which groups a b
 about to be too old, is no part of it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

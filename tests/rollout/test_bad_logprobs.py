@@ -1,7 +1,5 @@
 """Log-probs that are not finite come to the trainer, which decides: rollout neither hides nor counts them."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A RUN_DIR that is full for a time ends no group, no evaluation and no call of the trainer."""
 
-from __future__ import annotations
-
 import errno
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Agent loops that have not ended within the grace of their group's deadline."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

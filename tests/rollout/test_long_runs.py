@@ -1,7 +1,5 @@
 """Twenty thousand steps of a controller: nothing that it holds, opens or writes grows with their number."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Files of a run that is about to start: a tiny model, and prompts for it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

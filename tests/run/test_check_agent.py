@@ -1,7 +1,5 @@
 """The checks before a start try the agent: its loop, every tool, and the chat template with the tools."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The checks before a start measure the prompts, and refuse a set where and as the run would."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

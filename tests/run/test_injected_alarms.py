@@ -1,7 +1,5 @@
 """Faults that are put into a step of a real policy raise the alarm of docs/observability/monitor.md, and no other."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace

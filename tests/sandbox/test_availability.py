@@ -1,7 +1,5 @@
 """On a machine without a sandbox the message says what to install or to allow; it never gets a weaker one."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

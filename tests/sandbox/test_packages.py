@@ -1,7 +1,5 @@
 """Packages in the sandbox: those that are named can be imported, are read-only, and nothing alongside them is seen."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from importlib import metadata

@@ -1,7 +1,5 @@
 """Runs of programs in the sandbox: what they get and give, the limits, the queue, and that nothing is left of them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """The filter's program, run by an interpreter of the few instructions that it uses."""
 
-from __future__ import annotations
-
 import errno
 import struct
 

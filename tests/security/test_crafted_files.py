@@ -4,8 +4,6 @@ Each is first read by the library's own reader, or by one that joins paths as th
 what it is made for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The object collectives between an engine's workers: a stranger in a socket of gloo runs nothing, nor by a queue."""
 
-from __future__ import annotations
-
 import ctypes
 import io
 import pickle

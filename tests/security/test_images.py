@@ -3,8 +3,6 @@
 Each is first given to a reader without guards, where it does what it is made for.
 """
 
-from __future__ import annotations
-
 import asyncio
 import http.server
 import io

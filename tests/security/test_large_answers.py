@@ -3,8 +3,6 @@ r"""Answers that sympy works on for hours: a reward process is busy with one unt
 Seen with sympy 1.14.0, math-verify 0.9.0 and latex2sympy2_extended 1.11.0.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.rewards.types import RewardInput

@@ -1,7 +1,5 @@
 """torch's object collectives, which Megatron-Core calls: what a stranger sends into a socket of gloo is not run."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import re

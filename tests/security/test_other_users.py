@@ -1,7 +1,5 @@
 """Another user of the host and the sockets of a run, which Ray makes in directories that all may change."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """No message of a stranger is decoded at any socket of TransferQueue; as the library makes them, each decodes it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

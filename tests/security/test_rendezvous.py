@@ -1,7 +1,5 @@
 """The state of torchrun's rendezvous, which agents unpickle: one that a stranger has set runs no code in ours."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A reward function that forks: its child comes back into the worker's loop and answers for samples of others."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Each is bounded outside, where it passes the limit that holds inside.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import uuid

@@ -4,8 +4,6 @@ Each attempt is a program that prints `ESCAPED` if it succeeded. It is run twice
 same state of the machine, where it succeeds; and in the sandbox, where it does not. What could do harm is bounded.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Secrets reach the code that uses them, and neither files, messages nor command lines."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """This checkout: where it is, which data it has for tests, and how tests start processes that import it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Waiting for a condition, and for the end of what a scenario has begun."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

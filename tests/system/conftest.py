@@ -1,7 +1,5 @@
 """Assets of the quickstart, which several whole runs use."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.models.assets import Assets, make_assets

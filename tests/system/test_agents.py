@@ -1,7 +1,5 @@
 """Whole runs of agents: what tools have said passes through queue and trainer, and is never trained on."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

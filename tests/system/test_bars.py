@@ -1,7 +1,5 @@
 """`make vision`, and its control: the model learns to read a picture, and only if it is the prompt's own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

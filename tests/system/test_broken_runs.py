@@ -1,7 +1,5 @@
 """Whole runs with a broken rule, each of which must show in the run's own metrics."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

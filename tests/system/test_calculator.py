@@ -1,7 +1,5 @@
 """`make agents`, and its controls: the model learns to call the calculator, from the rewards, and needs it."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -4,8 +4,6 @@ LEFT_OUT needs a GPU, a cluster, a model hub, a terminal or a living run; tests/
 is made small by overrides after its command. The tutorials have tests of their own (test_examples.py).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

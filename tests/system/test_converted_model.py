@@ -1,7 +1,5 @@
 """A converted checkpoint becomes one that an engine serves: import, train, export, evaluate, each by its command."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

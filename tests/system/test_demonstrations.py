@@ -1,7 +1,5 @@
 """Whole runs that learn from demonstrations first: no engine generates for them, and each group counts once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

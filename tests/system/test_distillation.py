@@ -1,7 +1,5 @@
 """Whole runs of on-policy distillation: a student that learns nothing but how its teacher scores its own tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run whose time is over in its last evaluation, of whose samples some have no reward."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tutorials of examples/tutorials, by the commands of their README."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shlex

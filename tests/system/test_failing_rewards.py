@@ -1,7 +1,5 @@
 """Whole runs whose reward function fails always, never returns, or whose processes are killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Small models of newer families learn the quickstart's task while they generate ahead."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The task is the quickstart's, asynchronous, with partial rollouts and two engine
 and the moments of a run, as far as another machine allows.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

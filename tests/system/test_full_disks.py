@@ -1,7 +1,5 @@
 """Whole runs on file systems of their own that are full: the run directory for a time, the checkpoints' for good."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

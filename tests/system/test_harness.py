@@ -1,7 +1,5 @@
 """A whole run whose samples a harness makes in agent workers: what the gateway has recorded is what is trained."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 MEGARL_FAULT_SEED=N repeats the moments, as far as the machine is as fast.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The trainer's ranks are killed and restarted by torchrun, with supervisor, Ray, queue and engines kept; or all of it.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Whole runs in which generation runs ahead of training."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

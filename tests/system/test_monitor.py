@@ -1,8 +1,6 @@
 """The monitor in whole runs: a replica with wrong weights is named, taken out and replaced; an alarm stops a run,
 skips a batch or has the weights published."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A whole run that is watched from outside while it lives: scraped, shown by `megarl top`, its sockets listed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

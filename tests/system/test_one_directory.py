@@ -1,7 +1,5 @@
 """A living run: a second start in its directory is refused, and a second Ctrl-C ends all of it at once."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

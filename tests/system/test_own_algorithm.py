@@ -1,7 +1,5 @@
 """A run with a function of one's own that is refused; `test_examples.py` has one that trains."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

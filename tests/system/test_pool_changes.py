@@ -1,7 +1,5 @@
 """The pool of a training run is changed by `megarl pool` while the run goes on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

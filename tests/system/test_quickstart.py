@@ -1,7 +1,5 @@
 """The README's first command, and its control: what it learns, it learns from the rewards."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

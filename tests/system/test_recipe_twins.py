@@ -1,7 +1,5 @@
 """Every recipe's CPU-sized twin trains: the recipe's own file with other sizes (tests/support/runs/recipe_twins.py)."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Another layout after the resume: it replays the steps that the unbroken run recorded, and ends where that did."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

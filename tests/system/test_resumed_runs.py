@@ -1,7 +1,5 @@
 """Runs that are killed and go on: what they are afterwards is what an unbroken run is, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

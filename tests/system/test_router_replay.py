@@ -1,7 +1,5 @@
 """Whole runs of a mixture of experts whose trainer replays the experts that the engines chose."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

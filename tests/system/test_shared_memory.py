@@ -4,8 +4,6 @@ Each counts by its anonymous memory, without what it had before it made its mode
 interpreter with its libraries. What the trainer has parked is in files without a name, and is counted apart.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

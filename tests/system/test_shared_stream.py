@@ -4,8 +4,6 @@ A run with GPUs for each side trains a step as soon as enough groups have finish
 runs in which steps take their groups in the order of their ids (`tests/support/agents/in_turns.py`).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

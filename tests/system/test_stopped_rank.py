@@ -1,7 +1,5 @@
 """A trainer rank is stopped (SIGSTOP) in the middle of a run: nothing but its silence tells. Another one is killed."""
 
-from __future__ import annotations
-
 import platform
 import re
 import subprocess

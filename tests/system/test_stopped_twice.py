@@ -1,7 +1,5 @@
 """A second stop signal in any phase of a launch: all of it ends at once, and one message says how to go on."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """A verifiers environment is trained end to end: its server, the gateway, engines and trainer are the real ones."""
 
-from __future__ import annotations
-
 import os
 import statistics
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole runs of a model that sees: engine and trainer are shown the same pixels, at the same places."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

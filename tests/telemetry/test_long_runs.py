@@ -1,7 +1,5 @@
 """Thousands of steps of a run's files: those that rotate stay bounded, and writing costs no memory."""
 
-from __future__ import annotations
-
 import io
 import json
 import threading

@@ -1,7 +1,5 @@
 """The real MLflow: a database of its own, and a tracking server that comes and goes."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

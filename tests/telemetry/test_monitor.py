@@ -1,7 +1,5 @@
 """The state machine of alarms: patience, hysteresis, subjects, and a state that a checkpoint keeps."""
 
-from __future__ import annotations
-
 import json
 import math
 

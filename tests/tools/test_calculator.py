@@ -1,7 +1,5 @@
 """The calculator's results, and that no expression costs it time or memory."""
 
-from __future__ import annotations
-
 import pytest
 
 from examples.rl.tools.calculator import CalculationError, Calculator, calculate

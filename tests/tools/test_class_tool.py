@@ -1,7 +1,5 @@
 """A user's class as a tool: one object in a process that is killed when it hangs, forks or dies, and started again."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A remote tool: what is sent, which answers are repeated, and the bounds on time and size."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

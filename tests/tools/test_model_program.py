@@ -1,7 +1,5 @@
 """The changes of a model's code before it runs: as the tool of verl's recipe retool does it, line for line."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.tools.python_tool import with_last_line_printed, without_fence

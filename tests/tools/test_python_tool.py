@@ -1,7 +1,5 @@
 """The answers of the Python tool."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A user's function as a tool: its schema, its answers, and that its processes can be killed."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 

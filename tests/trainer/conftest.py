@@ -1,7 +1,5 @@
 """Tiny models, their samples, and runs of a layout with the ranks' results merged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

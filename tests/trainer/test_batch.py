@@ -1,7 +1,5 @@
 """Packing into THD micro-batches, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The passes that torch.compile fuses against the separate operations of `logprobs`, and what happens without them."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Context-parallel ranks against one process, and each rule of it broken once. Gradients: test_layouts.py as well."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The pixels of a step: those of earlier steps are dropped."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

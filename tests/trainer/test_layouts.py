@@ -4,8 +4,6 @@ Gradients are compared, not only weights: Adam's first step hides the gradient's
 relative per tensor (tensor parallelism sums in another order), 0 for pipelines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Chunked vocabulary-parallel log-probs against a plain log_softmax over the whole vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The defaults of the policy's wrappers and modules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Each case differs from the run without its option, so a policy that dropped the option would be seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

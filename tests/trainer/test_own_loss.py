@@ -1,7 +1,5 @@
 """A loss of one's own, by its import path, reaches the policy's gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

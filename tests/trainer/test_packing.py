@@ -1,7 +1,5 @@
 """Packing: every sequence exactly once, bounds respected, the same number of micro-batches everywhere."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Log-prob passes, empty micro-batches, MoE balancing, refusals; gradients are in test_layouts.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

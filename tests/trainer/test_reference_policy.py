@@ -1,7 +1,5 @@
 """The place of the reference model's weights, inside and outside a pass."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest

@@ -3,8 +3,6 @@
 The reference is plain transformers whose gates are forced to the same experts. Measured: as `test_layouts`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The learning rates of the updates alongside those that a loss or a gradient which is not finite prevents."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A declared stream reaches the loss through packing, under every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights that rows bring reach the policy's gradient, under every layout, with counts over all replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

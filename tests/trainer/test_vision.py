@@ -1,7 +1,5 @@
 """Vision-language models in every layout against transformers, in fp32: log-probs, gradients of language and tower."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A receiver that is killed, or stopped, in mid-sync: named within the deadline, everybody released."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Many publications: the store of the weight sync keeps no key of those that are over."""
 
-from __future__ import annotations
-
 import threading
 
 import psutil

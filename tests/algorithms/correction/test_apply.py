@@ -1,7 +1,5 @@
 """The weights of a correction: exact values, bounds, and the gradient that they leave."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Every weight and mask: values that verl gave, properties, exact statistics, and what counts where one averages."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import get_args

@@ -9,8 +9,6 @@ Differences in definition, each of them compared with the option that makes it e
 - AReaL's proximal policy is always one version before the current one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The terms of the loss: weights as data, each term with counts of its own, and no influence of one on another."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Statistics by source: those of each bucket are those of its tokens, however these are split."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

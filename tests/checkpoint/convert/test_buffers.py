@@ -1,7 +1,5 @@
 """The expert bias is fp32 in every checkpoint, whatever the files and `--dtype` say; `verify` compares its values."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

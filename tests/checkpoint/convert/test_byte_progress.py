@@ -1,7 +1,5 @@
 """The progress of a conversion: what is written when, on a terminal and elsewhere."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """Import and export: exact, as the weight sync exports, over workers, atomic, with one message for each mistake."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A killed conversion leaves nothing that loads as complete, and its resume ends with the same bits."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import time

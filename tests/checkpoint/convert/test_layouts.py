@@ -1,7 +1,5 @@
 """Converted checkpoints through every layout and back, bit for bit: pairwise here, in full under `slow`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import combinations, product
 from pathlib import Path

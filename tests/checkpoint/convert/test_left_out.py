@@ -1,7 +1,5 @@
 """Layers that are in the files and not in the model: never converted, never silently."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`verify --logits` sees what a tensor-by-tensor comparison cannot: a rule that is wrong in both directions."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

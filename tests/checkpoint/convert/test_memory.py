@@ -1,7 +1,5 @@
 """The memory of a conversion does not depend on the size of the model: what a unit needs is given back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support.checkpoints.converter import convert

@@ -1,7 +1,5 @@
 """Whatever is wrong with the files or the disk: one message that names it, a non-zero exit status, nothing written."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Published quantised files become plain weights on import, and stay so."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

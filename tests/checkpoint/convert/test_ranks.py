@@ -1,7 +1,5 @@
 """`torchrun convert.py ...`: the ranks share the units, and fail together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock

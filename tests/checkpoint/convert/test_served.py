@@ -1,7 +1,5 @@
 """vLLM serves what the converter exports, family by family, with the log-probs that `transformers` finds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A conversion never writes over its source, nor over files that are not known to it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

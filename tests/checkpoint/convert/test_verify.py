@@ -1,7 +1,5 @@
 """The comparison of two models, tensor by tensor."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import ClassVar

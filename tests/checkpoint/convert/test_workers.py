@@ -1,7 +1,5 @@
 """The converter's worker processes: one that hangs is reported although others go on."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

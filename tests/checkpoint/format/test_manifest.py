@@ -1,7 +1,5 @@
 """The manifest of a checkpoint: damage is found, and its file named."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`model.path` may be a converted directory: config, plan, tokenizer, engine arguments and the policy take it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

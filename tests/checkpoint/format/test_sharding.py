@@ -1,7 +1,5 @@
 """The scheme's keys are Megatron-Core's, and its checkpoints pass between layouts bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models and samples as the trainer's tests have them, and the checkpoints of runs with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

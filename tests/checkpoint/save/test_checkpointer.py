@@ -1,7 +1,5 @@
 """A load gives what was saved: bit for bit in the same layout, to the layouts' own rounding in any other."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

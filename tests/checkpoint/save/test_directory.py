@@ -1,7 +1,5 @@
 """The directory of checkpoints: what counts as one, deletions: exact, without ranks."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Result files go back with a run that resumes."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable

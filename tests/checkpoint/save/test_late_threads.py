@@ -1,7 +1,5 @@
 """A save begins only when the threads of earlier ones have ended, on every rank."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

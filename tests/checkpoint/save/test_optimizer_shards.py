@@ -1,7 +1,5 @@
 """A rank's flat part of a parameter as boxes; and that a save holds a rank's own part, not its group's."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

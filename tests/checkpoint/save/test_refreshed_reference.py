@@ -1,7 +1,5 @@
 """A reference that has taken the policy's weights: which they are, in every layout, and exactly those after a load."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path

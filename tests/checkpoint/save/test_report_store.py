@@ -1,7 +1,5 @@
 """The store of a save's reports: a rank that cannot open it fails the save on every rank, and leaves none waiting."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

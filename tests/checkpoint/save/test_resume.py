@@ -1,7 +1,5 @@
 """The checkpoint from which a run goes on, and what it must have in common with the run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Retention and the comparison of checkpoints, exact, without ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`never` and a path hold for the first start of a launch; what torchrun or SLURM starts again goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

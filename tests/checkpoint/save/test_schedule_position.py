@@ -1,7 +1,5 @@
 """A resume with another number of mini-batches goes on where the run was, not where its count of updates was."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

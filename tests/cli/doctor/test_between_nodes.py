@@ -1,7 +1,5 @@
 """`megarl doctor --nodes` with real processes over gloo: bandwidths, choice of interface, deadlines, who is missing."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`megarl doctor`: what it finds here, and when it says that a run cannot start."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Driver, NCCL and peer access: what is said about each state that a GPU machine can be in."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Imports in processes of their own: an error, a crash and a hang are one finding each, with the fix."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

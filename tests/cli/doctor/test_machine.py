@@ -1,7 +1,5 @@
 """Network findings: interfaces of this machine, and RDMA ports as Linux lists them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

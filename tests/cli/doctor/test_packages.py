@@ -1,7 +1,5 @@
 """Versions against a lock file, and what is said about FlashInfer's kernels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

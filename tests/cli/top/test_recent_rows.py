@@ -1,7 +1,5 @@
 """The tail of metrics.jsonl, whenever it is read, cut, torn or replaced."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

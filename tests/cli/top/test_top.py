@@ -1,7 +1,5 @@
 """`megarl top`: what the screen says of runs of every kind, in every size, and how it ends."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """`megarl pool`: which runs it asks, where, and what it makes of the controller's answers."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """An allocation that does not fit is refused before anything starts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

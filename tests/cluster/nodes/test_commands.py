@@ -1,7 +1,5 @@
 """Arguments and environment of a node's processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The agent's judgement: how its processes end decides how the job ends. Pool and ranks are shell scripts here."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The messages that nodes leave for each other in the run directory."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The start and the end of a launch, without the job between."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The launch scripts: what they ask for, and what the shell makes of them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

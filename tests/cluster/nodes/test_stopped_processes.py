@@ -1,7 +1,5 @@
 """Processes that are stopped for a long time, with real processes and a fake clock."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 

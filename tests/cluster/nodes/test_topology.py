@@ -1,7 +1,5 @@
 """The assignment of the job's parts to nodes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The supervisor's side of the gateway, with a gateway that is no actor: it is watched, replaced, and never raises."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any

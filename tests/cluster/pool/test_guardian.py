@@ -1,7 +1,5 @@
 """The guardian kills what a killed supervisor has left, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The one of its addresses that a node gives to the others."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.cluster.pool import network

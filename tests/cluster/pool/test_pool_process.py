@@ -1,7 +1,5 @@
 """The launcher's side: state file, waiting for it, stopping; without Ray."""
 
-from __future__ import annotations
-
 import errno
 import os
 import platform

@@ -1,7 +1,5 @@
 """The ports of Ray's agents are kept for them, and Ray has to use these."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

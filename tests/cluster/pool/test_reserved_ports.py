@@ -1,7 +1,5 @@
 """A reserved port is given to nobody who asks for any port, and taken by the server that it is meant for."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

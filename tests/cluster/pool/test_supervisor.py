@@ -1,7 +1,5 @@
 """The supervisor without Ray: it watches on while disk or libraries fail, and tells the reason of its end."""
 
-from __future__ import annotations
-
 import tests.support.pool.ray_token  # noqa: F401  # isort: skip  # before Ray is imported
 
 import errno

@@ -3,8 +3,6 @@
 Forged states are in tests/security.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

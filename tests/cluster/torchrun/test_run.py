@@ -1,7 +1,5 @@
 """torchrun with megarl's rendezvous: what a rank has reported is all that the user sees."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The start of a child process: what it may report, and what it costs its parent if it reports something else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import psutil

@@ -1,7 +1,5 @@
 """Messages over a socket, and answers as JSON."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Outputs that the engine's process holds: complete, in order, with the right version, and never for long."""
 
-from __future__ import annotations
-
 import queue
 from types import SimpleNamespace
 from typing import Any

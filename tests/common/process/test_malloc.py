@@ -1,7 +1,5 @@
 """Settings of the allocator: what is freed is kept, or returned. Page faults are those that the kernel counts."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Garbage collection in processes with many objects: young cycles go, and old objects are not visited."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

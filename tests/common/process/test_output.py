@@ -1,7 +1,5 @@
 """The output of a process goes to its log, as far as the disk takes it; a log that is large is begun again."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import subprocess

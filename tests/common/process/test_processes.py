@@ -1,7 +1,5 @@
 """Process identity, death with the parent, sweeping: on real processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Calls in threads return their results and raise their errors."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

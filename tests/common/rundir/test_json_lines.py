@@ -1,7 +1,5 @@
 """Files of lines that are being written, damaged or far too long."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

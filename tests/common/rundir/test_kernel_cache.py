@@ -1,7 +1,5 @@
 """Compiled kernels are never kept where another user can write."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Notices go from processes of the pool to the terminal, once and harmless."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Private directories: modes, lengths of sockets' paths, and what is swept when."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

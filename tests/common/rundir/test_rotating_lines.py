@@ -1,7 +1,5 @@
 """A file of lines in parts: names, positions, what is deleted, and where it is cut."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """start.json, the stop file, SIGTERM and exit.json, without a run; tests/jobs has the runs."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from importlib.metadata import version

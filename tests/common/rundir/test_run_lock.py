@@ -1,7 +1,5 @@
 """The claim on a run directory: the holder and its restarts have it, and others only after its end."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

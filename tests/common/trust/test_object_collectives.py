@@ -1,7 +1,5 @@
 """Objects between ranks: of the declared type, exact, and never run."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The secret of a run: one for all processes, whoever makes it, and known to no other user."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """The run's token as a process finds it, and the keys that derive from it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """References are found at any depth, replaced by values, and nothing else is changed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A store listens on the one address that it is given."""
 
-from __future__ import annotations
-
 import socket
 
 import psutil

@@ -1,7 +1,5 @@
 """A value is read only as it was signed: same key, same name, every bit."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

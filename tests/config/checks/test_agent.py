@@ -1,7 +1,5 @@
 """Mistakes in `agent` and `tools`, each reported with the way to correct it."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layouts and passed fields that Megatron-Core cannot run or computes wrongly are refused; their neighbours pass."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Configs that would wait forever are refused; that no others are is shown on admission's states (its own tests)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

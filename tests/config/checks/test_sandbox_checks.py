@@ -1,7 +1,5 @@
 """A config whose reward runs programs is refused where it could not run them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each check refuses what it must, names the key and the fix, and lets its neighbour pass."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What cannot be where engines share the trainer's GPUs is refused by its name, before anything starts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The checks of the section `telemetry`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

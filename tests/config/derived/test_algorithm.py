@@ -1,7 +1,5 @@
 """The loss and the advantage that a config chooses: names, options, one's own; one message per mistake."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

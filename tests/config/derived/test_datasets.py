@@ -1,7 +1,5 @@
 """Several sets in a config: what a set inherits, what it has for itself, and each mistake with its fix."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

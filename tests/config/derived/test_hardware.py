@@ -1,7 +1,5 @@
 """The GPUs that CUDA_VISIBLE_DEVICES leaves, by NVML's answers for a machine with four, one of them divided (MIG)."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The correction that a config asks for, and its cost in log-prob passes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

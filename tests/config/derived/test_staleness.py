@@ -1,7 +1,5 @@
 """The modes of the section `admission`: what each means in optimizer updates, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

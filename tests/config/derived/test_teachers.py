@@ -1,7 +1,5 @@
 """Teachers in the config: every mistake is reported before a start, and their engines and weights are in the plan."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

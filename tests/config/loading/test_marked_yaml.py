@@ -1,7 +1,5 @@
 """The resolved config of a dry run: what the user has set are lines, defaults are comments."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megarl.config.loading.load import config_from_tree, load_config

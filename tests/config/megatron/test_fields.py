@@ -1,7 +1,5 @@
 """Passed fields of Megatron's dataclasses: names and types."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.config.megatron.reserved import GPU_ONLY, RESERVED, Target, field_problem, fields

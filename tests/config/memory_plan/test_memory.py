@@ -1,7 +1,5 @@
 """The plan's bytes against a trainer that is really built and updated, per family and layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules of the monitor: what is not given keeps its default, and what a rule cannot have is refused."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

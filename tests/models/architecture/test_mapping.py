@@ -1,7 +1,5 @@
 """The mapping rules as pure arithmetic: shards partition the sources exactly, for any shape and TP."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Export is bit-identical to the files that were loaded, through every layout, and owned by exactly one rank each."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Any rows of any tensors arrive on their owner as the whole tensors have them, and again after the weights change."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks connect in pairs before the first gather: in an order in which all meet, and with a bound."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace

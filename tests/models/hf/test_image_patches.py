@@ -1,7 +1,5 @@
 """Patches equal the processor's, and files that must not be decoded are refused by their headers."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

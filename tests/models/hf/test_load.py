@@ -1,7 +1,5 @@
 """The loader stops and lists what is wrong before it writes anything, and reads only its own slices."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Quantised matrices are read as exactly the ones that they stand for, and other forms are refused by name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """config.json in its old and new styles; what would be silently wrong is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

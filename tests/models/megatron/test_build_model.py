@@ -1,7 +1,5 @@
 """Megatron's config from a model and a layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The gated delta rule against its definition, in fp64, and against that of `transformers`."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -2,8 +2,6 @@
 
 # ruff: noqa: E402  # the platform comes before Megatron
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch

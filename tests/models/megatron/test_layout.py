@@ -1,7 +1,5 @@
 """Sizes of a layout, and which ones Megatron cannot run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

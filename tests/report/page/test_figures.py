@@ -1,7 +1,5 @@
 """Plots as data, numbers as text, bars, and names of runs."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

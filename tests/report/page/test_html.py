@@ -1,7 +1,5 @@
 """No text can become markup, in elements, attributes and scripts."""
 
-from __future__ import annotations
-
 import json
 
 from hypothesis import given

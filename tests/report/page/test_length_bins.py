@@ -1,7 +1,5 @@
 """The bins of response lengths: of a round width, and around every length."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Each advisory appears above its bound, not below, and says what would help."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

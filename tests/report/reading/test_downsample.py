@@ -1,7 +1,5 @@
 """Down-sampling while reading: bounded, exact extremes and means, whatever the chunks."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

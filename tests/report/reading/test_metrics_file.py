@@ -1,7 +1,5 @@
 """The parts of metrics.jsonl that the report keeps."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Samples from large files: windows that miss nothing they should have, and a choice that shows the run."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The division of GPUs between the two sides."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """The reward function `code`: which programs pass, which do not, and that a program cannot make itself pass."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 

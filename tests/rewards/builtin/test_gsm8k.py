@@ -1,7 +1,5 @@
 """The number that a GSM8K response gives is found, and compared exactly."""
 
-from __future__ import annotations
-
 import json
 import os
 from fractions import Fraction

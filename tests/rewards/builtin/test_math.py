@@ -1,7 +1,5 @@
 r"""Math answers through math-verify, \boxed{} first."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

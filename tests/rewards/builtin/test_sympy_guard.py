@@ -1,7 +1,5 @@
 r"""The size of answers: what sympy would work on for hours is found, real answers pass."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

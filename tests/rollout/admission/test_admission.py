@@ -1,7 +1,5 @@
 """Admission: every group ends once, counters add up at every step, resume redraws the same ids."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

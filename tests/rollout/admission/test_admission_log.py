@@ -1,7 +1,5 @@
 """The questions to admission and its decisions, recorded as the events happen."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Groups that are trained again: which they are, and that both sides of a run agree (the rules: test_admission.py)."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import random

@@ -1,7 +1,5 @@
 """A recorded schedule gives the recorded batches again; whatever is changed in it is found."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

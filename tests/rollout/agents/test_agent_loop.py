@@ -1,7 +1,5 @@
 """The records that a context keeps for a resume, and the calls that it bounds."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, replace
 from typing import Any

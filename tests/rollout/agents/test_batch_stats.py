@@ -1,7 +1,5 @@
 """The controller's measurements of a batch: busy time of the engine, and metrics that are declared."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

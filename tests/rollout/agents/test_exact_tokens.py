@@ -4,8 +4,6 @@ The turns are random token ids, which no tokenizer would make of their text, mix
 read. So a turn that was tokenized again anywhere would show.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field

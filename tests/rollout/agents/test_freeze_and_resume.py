@@ -1,7 +1,5 @@
 """A tool agent that is killed at any point and continued from its record comes to what an undisturbed one comes to."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A prompt's images reach every request and every row of its group; their files are read once."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

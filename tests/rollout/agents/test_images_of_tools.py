@@ -1,7 +1,5 @@
 """Tools that answer with images: the next request and the trajectory have them, at the same places."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping

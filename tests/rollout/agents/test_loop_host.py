@@ -1,7 +1,5 @@
 """The loop host: one agent loop for each sample of a group, and the requests that the loops make."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The loop that a config names, and the messages for one that cannot be had."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.config.schema.agent import AgentConfig

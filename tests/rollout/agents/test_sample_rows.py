@@ -1,7 +1,5 @@
 """The trajectories that an agent loop returns become the numbered parts of its sample, with one reward and one end."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

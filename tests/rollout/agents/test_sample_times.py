@@ -1,7 +1,5 @@
 """The parts of a sample's time, and the samples of a step that are reported."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The tool agent on a scripted model: tokens, masks, bounds, and that nothing but the model's words is its answer."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Every transition of the tool agent: whatever happens, it ends, within its bounds."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

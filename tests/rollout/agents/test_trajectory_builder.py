@@ -1,7 +1,5 @@
 """Engine output to trajectories: what cannot be trained on is marked, never averaged."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A replica tells of its engine's busy times, its pauses and loads, and the times of its requests."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Devices of the two pools: shared by nobody, and counted within what a process was given."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.common.errors import RolloutError

@@ -1,7 +1,5 @@
 """Config to vLLM's arguments: what each device path needs, and what the user cannot undo."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

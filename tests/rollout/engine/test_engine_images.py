@@ -1,7 +1,5 @@
 """A real engine that is shown images: exact against transformers, by place and by hash, and after new weights."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os

@@ -1,7 +1,5 @@
 """Peaks and silence of an engine."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests on an engine whose tokens the test makes one by one, kept as vLLM's front end keeps them."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

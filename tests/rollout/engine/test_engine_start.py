@@ -1,7 +1,5 @@
 """The start of an engine process: how it collects garbage while it imports vLLM, and afterwards."""
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing

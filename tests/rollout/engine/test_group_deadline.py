@@ -1,7 +1,5 @@
 """The time by which a prompt group has to end: by the config, and in small runs with one straggler."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path

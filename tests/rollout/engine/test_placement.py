@@ -1,7 +1,5 @@
 """The number of engines that fit into what nodes have free, and the start of two on one GPU."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A response that several engines make in turn: nothing is lost, doubled or sampled twice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise, product
 

@@ -3,8 +3,6 @@
 The reference is plain transformers in fp32, whose routers choose the same experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

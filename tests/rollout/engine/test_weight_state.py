@@ -1,7 +1,5 @@
 """The state of an engine's weights against a model that holds two tensors, over all short histories of syncs."""
 
-from __future__ import annotations
-
 import itertools
 
 from megarl.rollout.engine.engine_requests import WeightState

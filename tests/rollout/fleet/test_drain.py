@@ -1,7 +1,5 @@
 """A publication without partial rollouts: running responses end first, others wait, and each has one version."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Draining, removing and adding replicas without processes, with responses under way."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable

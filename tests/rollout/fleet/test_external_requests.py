@@ -1,7 +1,5 @@
 """Requests from outside in the controller, over the real fleet and replicas in this process."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The record of each replica: every change of its state, and the table against a model in any order of changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

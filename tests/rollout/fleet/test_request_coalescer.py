@@ -1,7 +1,5 @@
 """Requests of one turn of the event loop travel together, and fail or are cancelled together."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Hashable, Sequence
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Where requests go, how many an engine gets at a time, and who waits: the next place goes to training first."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Hashable

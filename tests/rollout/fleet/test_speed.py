@@ -1,7 +1,5 @@
 """The speed of each engine: tokens over the time with work, and the decision that one is too slow to be used."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The controller without engines: batches of a step, failed groups, and what a restarted trainer finds."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

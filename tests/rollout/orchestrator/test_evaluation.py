@@ -1,7 +1,5 @@
 """Evaluation on a pool: what is asked, who votes for what, and which responses are failures."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

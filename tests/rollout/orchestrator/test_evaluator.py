@@ -1,7 +1,5 @@
 """Evaluations alongside training: what the engines are asked, when the reports come, and what stops them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

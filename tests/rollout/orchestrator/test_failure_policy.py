@@ -1,7 +1,5 @@
 """A failed group is counted; what fails every time, or leaves nothing to go on with, ends the run."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.common.errors import NoReplicaLeft, RolloutError

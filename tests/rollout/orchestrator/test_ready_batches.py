@@ -1,7 +1,5 @@
 """Batches between admission and commit: keys of all samples, the counters of the moment, one batch per step."""
 
-from __future__ import annotations
-
 from megarl.config.derived.staleness import Pace
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.orchestrator.ready_batches import ready_batch

@@ -1,7 +1,5 @@
 """A controller that is killed, and the next one: groups are used again, each once, and only where they fit."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

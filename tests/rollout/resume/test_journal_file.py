@@ -1,7 +1,5 @@
 """The journal's file: what is written is read again, whatever a kill leaves at its end."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

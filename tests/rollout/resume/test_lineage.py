@@ -1,7 +1,5 @@
 """Lineages by example: what two histories share, and what tokens of lost updates count as."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.queue.trajectory import VersionSpan

@@ -1,7 +1,5 @@
 """The prompts of a run: every one that is drawn fits, with its response, where it has to go."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """The tools of data sets: made once, closed once, and refused with the key of the config."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Awaitable, Callable

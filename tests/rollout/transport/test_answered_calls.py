@@ -1,7 +1,5 @@
 """Calls that are sent several times run once."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

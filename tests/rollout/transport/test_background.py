@@ -1,7 +1,5 @@
 """Tasks that nobody awaits: the first failure ends the run, until everything is dropped."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

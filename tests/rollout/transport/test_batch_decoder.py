@@ -1,7 +1,5 @@
 """Token ids that are decoded in one turn of the event loop share one call, in another thread."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence

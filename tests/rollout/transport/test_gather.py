@@ -1,7 +1,5 @@
 """Messages gather until the time is over or one call can take no more of them."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

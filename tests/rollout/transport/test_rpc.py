@@ -1,7 +1,5 @@
 """Calls that share Ray calls: their order, their answers, and what a lost Ray call costs."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The actor of an agent worker, in this process: with a real tokenizer, a real tool and real reward processes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Evaluations whose loops run in two workers come to what those in the controller come to, also if a worker dies."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Loops of an agent worker that flood its output: they cost nothing."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

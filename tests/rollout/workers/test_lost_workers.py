@@ -1,7 +1,5 @@
 """A worker that dies at any point costs nothing but time: another one comes to the same rows, and doubles no call."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

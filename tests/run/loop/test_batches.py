@@ -1,7 +1,5 @@
 """Batches that are prepared a step early: when that happens, what a failure becomes, and that a stop never hangs."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

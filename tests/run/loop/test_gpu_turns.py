@@ -1,7 +1,5 @@
 """The turns of shared GPUs, with every order of answers: no memory is ever used by both sides."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The run's monitor and its acts, with made-up measurements; test_injected_alarms.py has real ones."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 Ranks are threads; controller and queue are objects of this process that note every call.
 """
 
-from __future__ import annotations
-
 import errno
 import threading
 import time

@@ -1,7 +1,5 @@
 """Rows that a leader sends to the other ranks of its replica: as they were, and refused if they are malformed."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.common.errors import MalformedMessage

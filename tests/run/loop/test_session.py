@@ -1,7 +1,5 @@
 """The session: the order in which its parts are built, resumed, saved and ended."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """SIGINT and SIGTERM to a rank: the first is a request, a second one an end, whatever the main thread does."""
 
-from __future__ import annotations
-
 import io
 import json
 import signal

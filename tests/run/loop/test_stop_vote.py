@@ -1,7 +1,5 @@
 """All ranks stop for the same reason, whoever was asked to."""
 
-from __future__ import annotations
-
 import errno
 import io
 from pathlib import Path

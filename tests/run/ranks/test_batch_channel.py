@@ -1,7 +1,5 @@
 """The channel of a thread during training, on two real ranks: it mixes with no other collective, and it always ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

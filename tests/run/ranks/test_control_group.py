@@ -1,7 +1,5 @@
 """Ranks that torchrun starts again find each other, and not the addresses of the dead."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import subprocess

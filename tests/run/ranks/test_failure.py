@@ -1,7 +1,5 @@
 """The files that a failed run leaves for those who ask how it ended."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """Trainer ranks that show no sign of life, with a fake store and a fake clock; processes only where they are killed."""
 
-from __future__ import annotations
-
 import platform
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Metrics of a batch that a report needs: error of the mean reward, percentiles of lengths, tokens by version lag."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

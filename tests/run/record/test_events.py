@@ -1,7 +1,5 @@
 """The spans of a rank's steps, and what a resume says of the end of the history."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

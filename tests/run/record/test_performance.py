@@ -1,7 +1,5 @@
 """Memory of a step, as every rank tells it, and rates per GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

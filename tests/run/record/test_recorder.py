@@ -1,7 +1,5 @@
 """The files that a run writes about itself, on the rank that writes and on one that does not, and in a checkpoint."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import io

@@ -1,7 +1,5 @@
 """The record of a checkpoint: what its parts store, under which keys, and that records of earlier releases load."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

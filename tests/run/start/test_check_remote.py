@@ -1,7 +1,5 @@
 """The checks of a run that starts elsewhere: what is here of it is tried, and what is left out is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The checks before a start try all that the run will open and call, and tell all problems together."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

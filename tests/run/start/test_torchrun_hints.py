@@ -1,7 +1,5 @@
 """The commands that the documentation gives keep torchrun's ports closed, and another start is warned once."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

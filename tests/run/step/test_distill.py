@@ -1,7 +1,5 @@
 """Distillation and demonstrations in a step: exact values, in every layout, mixed with other data sets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

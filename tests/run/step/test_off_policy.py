@@ -1,7 +1,5 @@
 """Tokens of other weights in a step: masks before its updates, and a proximal policy without a pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The bucket of each token: the same on every rank, exact in replica and lag, and bounded."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The groups that a step has trained are counted where backward ran, and must be those of its plan, each once."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

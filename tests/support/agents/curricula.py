@@ -1,7 +1,5 @@
 """Curricula for tests of configs that name one."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -3,8 +3,6 @@
 A run is answered by one trace, whose metrics tell the process, its child and its variables. The model `die` ends it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@
 empty file is that of a group of which nothing was kept.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

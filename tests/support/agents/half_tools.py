@@ -1,7 +1,5 @@
 """Classes that are no tools."""
 
-from __future__ import annotations
-
 
 class NoSchema:
     name = "half"

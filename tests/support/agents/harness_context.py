@@ -1,7 +1,5 @@
 """A sample as the group runner gives it to a harness, and the files by which a run's gateway is found."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

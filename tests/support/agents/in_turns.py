@@ -4,8 +4,6 @@ Importing this replaces the pace of the admission in the controller's process: w
 no time, and a run with GPUs for each side can be compared with one that shares them.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megarl.config.derived.staleness import Pace

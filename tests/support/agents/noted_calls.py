@@ -1,7 +1,5 @@
 """A tool agent whose tool must not be called twice: each call is a line in a file, `GROUP:SAMPLE:NUMBER`."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path

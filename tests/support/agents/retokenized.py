@@ -1,7 +1,5 @@
 """An agent loop whose rows have other prompts than the problems of their groups, as those of a harness."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megarl.queue.trajectory import Trajectory

@@ -1,7 +1,5 @@
 """A loop of which the first sample of every eighth group never ends by itself."""
 
-from __future__ import annotations
-
 from megarl.queue.trajectory import Trajectory
 from megarl.rollout.agents.agent_loop import AgentContext
 from megarl.rollout.agents.trajectory_builder import trajectory

@@ -1,7 +1,5 @@
 """Tools as classes that the tests name by their import path."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

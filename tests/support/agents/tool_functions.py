@@ -1,7 +1,5 @@
 """Functions that the tests of tools name by their import path."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The attempts of a stranger: a pickle that runs code, and a look at where a process listens."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

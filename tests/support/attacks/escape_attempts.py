@@ -5,8 +5,6 @@ things of that user. It prints a JSON object: what each of them has printed, and
 megarl.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

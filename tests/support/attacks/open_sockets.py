@@ -1,7 +1,5 @@
 """The TCP ports on which the processes of a living run listen, as the kernel lists them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The attack on TransferQueue's sockets: a message whose pickle creates a file in the process that decodes it."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A reward worker as one writes it first: a loop over a socket, in which every exception is an answer."""
 
-from __future__ import annotations
-
 import socket
 import sys
 

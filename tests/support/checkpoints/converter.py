@@ -1,7 +1,5 @@
 """The converter called in this process or in a forked one, with units small enough that a tiny model has many."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import multiprocessing

@@ -4,8 +4,6 @@ tests.support.checkpoints.freed_copies`.
 It is a process of its own: pytest's may have freed memory on its heap, which its forked workers would fill again.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

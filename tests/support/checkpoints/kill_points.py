@@ -6,8 +6,6 @@ point's name in the directory KILL_MARKS: it shows that the point was reached, a
 `-m tests.support.checkpoints.kill_points` is `examples/rl/train_rl.py` with these points.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

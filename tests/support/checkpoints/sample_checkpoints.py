@@ -1,7 +1,5 @@
 """Checkpoints of one small file, for tests that need no model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

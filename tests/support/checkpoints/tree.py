@@ -1,7 +1,5 @@
 """Everything that a directory holds, to compare it before and after."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """An engine worker that is killed in the middle of a weight sync; `worker_extension_cls` has vLLM import it there."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

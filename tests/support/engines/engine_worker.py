@@ -1,7 +1,5 @@
 """Methods for tests in a real engine's worker (`worker_extension_cls`): how weights are loaded, and what is live."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import multiprocessing

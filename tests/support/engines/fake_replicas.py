@@ -1,7 +1,5 @@
 """Replicas without processes, for tests of the fleet."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

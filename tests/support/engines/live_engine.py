@@ -1,7 +1,5 @@
 """A real vLLM engine in this process that answers prompts; and its reference."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path

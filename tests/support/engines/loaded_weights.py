@@ -1,7 +1,5 @@
 """A method of vLLM's worker that replaces its model's weights by those of a file."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

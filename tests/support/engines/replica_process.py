@@ -1,7 +1,5 @@
 """A FakeReplica that answers calls over a connection: `python -m tests.support.engines.replica_process PORT NAME`."""
 
-from __future__ import annotations
-
 import sys
 from multiprocessing.connection import Client
 

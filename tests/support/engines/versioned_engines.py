@@ -1,7 +1,5 @@
 """Engines without processes that make one token per report, of the version of the weights that they have then."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 

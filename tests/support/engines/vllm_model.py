@@ -1,7 +1,5 @@
 """A real vLLM model in this process, without an engine: its modules, its loaders and its processing after a load."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -3,8 +3,6 @@
 What it receives is right, and so are its digests: nothing in the weight sync can tell.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

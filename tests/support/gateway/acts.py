@@ -1,7 +1,5 @@
 """Functions that act for a sample through the gateway, as a user writes them (`agent.act`)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import zlib

@@ -1,7 +1,5 @@
 """Fixtures of the gateway's tests: a tokenizer whose chat template shows tools and writes calls as Qwen's does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Requests to a stand-in gateway, with its token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

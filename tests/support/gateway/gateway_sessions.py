@@ -8,8 +8,6 @@ object: `seconds` in all, `most_open`, and the `latencies` of both turns in seco
 begins to send. Ends with an error if any answer is not the whole one that was asked for.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -4,8 +4,6 @@ process.
 `StandInGateway(directory)` serves on 127.0.0.1 in a thread of its own until `close()`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence

@@ -1,7 +1,5 @@
 """A batch on which values of verl 0.9.1 were recorded, with ratios on both sides of every bound."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.support.losses.loss_batches import Batch

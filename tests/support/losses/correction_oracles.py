@@ -1,7 +1,5 @@
 """verl's and AReaL's own corrections, called on the tensors of a Batch, and their options for those of megarl."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The program is a process of its own because torch.compile does nothing in one wh
 TORCHDYNAMO_DISABLE was set, as it is by the engines of other tests.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random ragged batches, packed for megarl and padded for the references."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -7,8 +7,6 @@ are skipped, with the reason. The packages of the directory are found after thos
 replace none of these.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -3,8 +3,6 @@
 Shares no code with megarl.algorithms; meant to be read against the equations, not to be fast.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Everything that could hide a mistake is in it: ragged lengths, masked tokens and
 temperature other than 1, old log-probs away from the policy's, KL, entropy, a vocabulary that TP does not divide.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Samples as the trainer sees them, and tags as every rank sees them, from the few values a test cares about."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The groups of one step of a tiny model: samples, rewards, and what a step makes of them, written out."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import replace
 from pathlib import Path

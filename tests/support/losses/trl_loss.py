@@ -1,7 +1,5 @@
 """TRL's GRPO loss, called on a bare trainer instance, on the tensors of a Batch."""
 
-from __future__ import annotations
-
 import importlib
 from collections import defaultdict
 from functools import cache

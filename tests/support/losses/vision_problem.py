@@ -3,8 +3,6 @@
 One picture; two of different size; text only; the one picture again behind another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Random interleavings of controller, engines and trainer around an `Admission`; the bound is checked by definition."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 

@@ -1,7 +1,5 @@
 """Every state that an `Admission` can reach in the first steps of a run, with the bound checked by its definition."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The timeline of a run around an `Admission`: engines with some places, and a trainer that needs a second per step."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

@@ -1,7 +1,5 @@
 """The memory that objects hold, and the growth of a number over a run, in a process that no other test has used."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Sequence

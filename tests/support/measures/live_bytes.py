@@ -1,7 +1,5 @@
 """Counts the bytes of the tensors that live at the same time, as a memory allocator would."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Counts the torch operations of a piece of code, and the memory that they allocate."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

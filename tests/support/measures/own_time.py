@@ -3,8 +3,6 @@
 It is for what waits in this process alone: for no socket, no other process, and no thread that no loop has started.
 """
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 import time

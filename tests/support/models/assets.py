@@ -1,7 +1,5 @@
 """The assets of a quickstart: the problems and the warm-started checkpoint from which its run begins."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

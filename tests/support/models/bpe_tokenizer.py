@@ -1,7 +1,5 @@
 """A small real tokenizer with a chat template, made here: nothing is fetched."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.support.checkout import EXCERPTS

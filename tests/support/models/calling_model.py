@@ -1,7 +1,5 @@
 """A tiny model that calls a Python tool in about half of its samples, taught in seconds, so that runs have calls."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Chat templates with tools, as the families of models have them, and small tokenizers with their special tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.support.models.bpe_tokenizer import CHATML, make_tokenizer

@@ -1,7 +1,5 @@
 """A teacher that answers in digits: a random model that plain PyTorch has trained for a few steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

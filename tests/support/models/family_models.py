@@ -1,7 +1,5 @@
 """Tiny models of every family, with numbers off their defaults, and texts that show every one of these numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model's files quantised as publishers do it, and the plain files that they stand for, by arithmetic of its own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tensors by name: read from Hugging Face files, joined from several ranks, compared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -4,8 +4,6 @@
 config, tokenizer with a chat template) that `transformers`, vLLM and megarl all load.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

@@ -4,8 +4,6 @@
 Weights have std 0.1, because at 0.02 mistakes of positions hardly move the log-probs.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 A process of its own, because an agent ends everything that descends from its process.
 """
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Processes that a run has left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -4,8 +4,6 @@ Usage: python -m tests.support.pool.lost_answer RUNS_S HEAD_ADDRESS OWN_ADDRESS:
 on the other host; says "called", and "answered after S s".
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

@@ -3,8 +3,6 @@
 `start_pool(directory)` takes 30 to 60 s on two cores; share it by a session- or module-scoped fixture.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Helpers for tests of the real pool: serving a version, checking rows against transformers, counting processes."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Ray reads its token once, when it is first imported; whoever imports Ray in a test imports this module before it.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 

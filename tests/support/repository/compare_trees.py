@@ -25,8 +25,6 @@ nightly-upgrade`). With `--ascending` both trees lay the sequences of a micro-ba
 as trees before 596367d did.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

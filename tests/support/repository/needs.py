@@ -1,7 +1,5 @@
 """What a test needs and a machine may lack: the test is skipped with the reason, or fails where it must not be."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -3,8 +3,6 @@
 A tree is known by its page that lists all keys; so nothing here depends on its modules.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Collection, Mapping

@@ -4,8 +4,6 @@ Import paths in strings (entry points, `-m` commands, programs that a test start
 documents, docstrings and comments are read by no compiler: whoever moves a module breaks them unseen.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import re

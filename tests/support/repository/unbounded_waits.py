@@ -5,8 +5,6 @@ In asynchronous code (`unbounded_waits`) these are: a future or a task, an event
 own waits are found where they stand. Calls that block their thread are found by `blocking_waits`.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A child process that does at its start what its setup says."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import time

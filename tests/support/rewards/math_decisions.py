@@ -5,8 +5,6 @@ r"""What the `math` reward takes as equal and as different, by kind; docs/refere
 The pairs are a reference and the content of the response's box. math-verify alone decides most of them otherwise.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reward functions: one for training runs, and those that misbehave, for real, in their own processes."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Reward pools with defaults for tests, and what tests ask of them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Helpers for tests that run programs in a sandbox. They have the mark `sandbox` (tests/conftest.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

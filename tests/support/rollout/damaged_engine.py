@@ -1,7 +1,5 @@
 """An agent loop that gets from its engine what a damaged one may return: log-probs that are not finite."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Per-token streams that only tests declare."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Agent workers without processes: they run their loops in the test's own, get copies of all messages, and can die."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field

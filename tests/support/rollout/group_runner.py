@@ -1,7 +1,5 @@
 """Runs prompt groups in the test's process, as the controller without agent workers does, on stand-ins."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

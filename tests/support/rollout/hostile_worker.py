@@ -3,8 +3,6 @@
 It runs two groups, in which the second sample misbehaves, and prints what came of that as one JSON object.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

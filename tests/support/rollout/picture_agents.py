@@ -1,7 +1,5 @@
 """Tools that answer with pictures, and a loop that looks at one: it answers, calls the tool, and answers again."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Mapping
 from typing import Any, ClassVar

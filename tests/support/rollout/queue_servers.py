@@ -4,8 +4,6 @@
 with the controller's and the storage unit's id and ports on 127.0.0.1, and serves until its standard input ends.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Rows of one group, as a teacher scores them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megarl.queue.trajectory import Trajectory, VersionSpan

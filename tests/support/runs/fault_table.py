@@ -1,7 +1,5 @@
 """The soak's runs as tests: a run under named faults against the same run without any, and what that has measured."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

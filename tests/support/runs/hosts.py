@@ -4,8 +4,6 @@ Each "host" also has its own process ids and its own name while something runs i
 because two hosts are one. They share the file system, as hosts of a cluster do. Needs root.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The job that all cluster tests run: two trainer hosts with a rank each, two rollout hosts with an engine each."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """CPU-sized twins of the recipes: the recipe's own file with other sizes, so that its algorithm runs on two cores."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

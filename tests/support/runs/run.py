@@ -1,7 +1,5 @@
 """Whole runs as a user starts them: torchrun on a config file, in a directory of the test's."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ Needs root and Debian's slurm-wlm and munge (tools/cluster_tools.sh). Nothing is
 ends exactly what `open` started.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

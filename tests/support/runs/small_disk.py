@@ -1,7 +1,5 @@
 """A small file system in memory for the directory of one run, which can be filled without harm to anything else."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The files of a run without processes: real admission, plan, dumps and metrics; random responses and ends."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Collection

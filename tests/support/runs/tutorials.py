@@ -1,7 +1,5 @@
 """The tutorials as their README tells them: its commands, and directories in which they run as in a checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

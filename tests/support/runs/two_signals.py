@@ -1,7 +1,5 @@
 """A second stop signal to a run, and what must then hold of its end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

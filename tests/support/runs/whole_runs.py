@@ -1,7 +1,5 @@
 """Whole runs that are killed: starting, killing, and everything that must repeat."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

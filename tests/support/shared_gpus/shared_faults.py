@@ -7,8 +7,6 @@ restarted ranks go on with the next one; it holds the number of steps before. Be
 It also writes down when each rank holds memory, in `holds-RANK.jsonl` there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

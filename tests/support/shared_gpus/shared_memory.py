@@ -4,8 +4,6 @@
 the engine's every LOOK_S, and appends a line to SHARED_MEMORY_FILE at the end of each turn.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading

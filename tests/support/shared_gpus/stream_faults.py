@@ -4,8 +4,6 @@
 trainer's ranks. It happens once, at the beginning of an update.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ the host until both ranks have come. `Work.wait` makes the current stream wait, 
 also makes the host wait, at most for the group's timeout, and then raises RuntimeError.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

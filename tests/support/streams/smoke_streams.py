@@ -1,7 +1,5 @@
 """The streams of benchmarks/gpu_smoke.py on a CPU: simulated ones, with NCCL's order over gloo."""
 
-from __future__ import annotations
-
 import time
 from contextlib import AbstractContextManager
 

@@ -1,7 +1,5 @@
 """A headless Chromium that a test drives by its debugging protocol (CDP), and what went wrong on the page."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

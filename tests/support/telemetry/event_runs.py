@@ -1,7 +1,5 @@
 """Event files of runs that never were: written as the processes of a run write them, with clocks of the test's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

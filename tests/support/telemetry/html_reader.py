@@ -1,7 +1,5 @@
 """A reader of HTML for tests."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 

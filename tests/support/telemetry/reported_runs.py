@@ -1,7 +1,5 @@
 """Run directories for `megarl report`: the files of a run with as many steps as a test wants, made from a formula."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

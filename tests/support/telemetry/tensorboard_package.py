@@ -1,7 +1,5 @@
 """TensorBoard's own reader, in a process and a directory of its own; `make setup-test` fills it by tensorboard.lock."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The problems of a config, as the checks before a start tell them."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.common.errors import ConfigError

@@ -1,7 +1,5 @@
 """Small configs for tests: a plain tree of values, and changes to it by dotted key or by section."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ They have the keys of commit e41680d (`_record` of its session and `_own_record`
 the weights was the step.
 """
 
-from __future__ import annotations
-
 SUMMARY = {
     "steps": 3,
     "wall_seconds": 61.5,

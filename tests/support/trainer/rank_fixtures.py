@@ -1,7 +1,5 @@
 """Fixtures of tests that train tiny models on ranks: the models, their samples, and calls on the ranks of a world."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The trajectories of a few steps, the same ones at every call, for a run that was recorded and is replayed."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The counts of a step that trains its plan, without a policy that trains it."""
 
-from __future__ import annotations
-
 from megarl.run.step.plan import StepPlan, check_trained
 
 

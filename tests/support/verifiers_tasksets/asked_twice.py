@@ -1,7 +1,5 @@
 """A taskset of verifiers whose program asks two questions in one dialogue."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

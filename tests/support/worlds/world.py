@@ -8,8 +8,6 @@ Ranks find each other as under torchrun: its environment variables, and a store 
 a session are forked from one process, a `Starter`, because each would take 5 s to import torch and Megatron-Core.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import pickle

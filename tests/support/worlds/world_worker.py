@@ -1,7 +1,5 @@
 """Forks the ranks of test worlds: see world.py. A rank's process group stays; each function has its own layout."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib

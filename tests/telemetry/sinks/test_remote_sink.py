@@ -1,7 +1,5 @@
 """A service that is slow, dead or picky: no step waits for it, nothing is lost that need not be, all failures count."""
 
-from __future__ import annotations
-
 import io
 import threading
 import time

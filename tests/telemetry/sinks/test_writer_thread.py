@@ -1,7 +1,5 @@
 """One thread writes in order; whoever waits for it waits for a bounded time, and learns of every failure."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """A run's events as a trace: nested spans, windows of steps, and Perfetto's own reading."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Events as they are written and read again: torn lines, several starts, rotation, deletion, resumes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

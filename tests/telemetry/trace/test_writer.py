@@ -1,7 +1,5 @@
 """The writer of a process: it blocks nobody, counts what is lost, survives the disk, and stays within its bytes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """The group of an accelerator is made as it must be, without an accelerator."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """The end of a sync reaches every member by one request each, and a stuck member still says what it does."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

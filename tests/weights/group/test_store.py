@@ -1,7 +1,5 @@
 """The waits of the store."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

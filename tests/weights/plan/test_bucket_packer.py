@@ -1,7 +1,5 @@
 """Buckets are built in place: every byte of every tensor, zeros between them, and little host time per tensor."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The plan: every byte once, one owner per bucket, nothing above the bucket size."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

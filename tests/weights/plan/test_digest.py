@@ -1,7 +1,5 @@
 """The digest sees what a broken sync does to bytes, and is what an independent formula says it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

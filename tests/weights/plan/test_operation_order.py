@@ -1,7 +1,5 @@
 """The order of gathers and broadcasts, for any plan and any number of owners."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import given

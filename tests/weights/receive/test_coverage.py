@@ -3,8 +3,6 @@
 The slow cases are families whose weights are of the same kinds as those of a fast one.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

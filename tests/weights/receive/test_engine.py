@@ -1,7 +1,5 @@
 """A sync into a real vLLM engine: afterwards it is the new model, to the last digit, and says so."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

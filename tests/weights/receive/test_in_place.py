@@ -1,7 +1,5 @@
 """A step that is not known to be the same in place as by a reload is an obstacle."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The two ways to load a model give the same bits and the same memory, in fp32 and bf16; a reload is the fallback."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The receiver keeps a tensor that is larger than a bucket for no longer than it takes to load it."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any

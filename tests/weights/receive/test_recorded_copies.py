@@ -1,7 +1,5 @@
 """Repeated copies do what the loaders did; where nothing can be repeated, the loaders run every time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

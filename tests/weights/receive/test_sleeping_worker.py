@@ -1,7 +1,5 @@
 """A real vLLM engine whose sleep loses its weights: a sync brings them, and without one it serves nothing."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

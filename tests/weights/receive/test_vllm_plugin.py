@@ -1,7 +1,5 @@
 """vLLM's entry point: registers once, and ties only vLLM's own children to their parent."""
 
-from __future__ import annotations
-
 import multiprocessing
 from importlib.metadata import entry_points
 from types import SimpleNamespace

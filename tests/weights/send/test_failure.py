@@ -1,7 +1,5 @@
 """The members that caused a failure are named, from their answers and the failed calls alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The leader's calls to the replicas, without a group."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict

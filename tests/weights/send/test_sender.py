@@ -1,7 +1,5 @@
 """The whole protocol in one process: a sending trainer rank and fake engines with the real receiver."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

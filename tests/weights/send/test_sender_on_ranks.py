@@ -1,7 +1,5 @@
 """Several trainer ranks: one order of broadcasts, whoever owns what; one outcome on all of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The order of gathers and broadcasts, on streams that behave as CUDA's do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Where Ray puts the engines of a teacher that share the GPUs of the policy's engines. Its GPUs are only counted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The questions for a teacher, and the rows with its answers: every row comes back, and no other token is scored."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

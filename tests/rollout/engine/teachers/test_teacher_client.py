@@ -1,7 +1,5 @@
 """The way to a teacher's engines: the least busy one, another one if it is lost, and never without a bound."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Sequence

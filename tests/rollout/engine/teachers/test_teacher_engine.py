@@ -1,7 +1,5 @@
 """A real vLLM engine as a teacher: its log-probs are those of transformers, token by token, and it refuses nonsense."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The work of one rank of a test world with converted checkpoints: save, load, export, convert."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

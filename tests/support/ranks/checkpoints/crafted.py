@@ -1,7 +1,5 @@
 """Loads a checkpoint that somebody else has made, and fails as torch plans to load or save one."""
 
-from __future__ import annotations
-
 import torch
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper

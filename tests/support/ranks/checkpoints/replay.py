@@ -1,7 +1,5 @@
 """Steps trained from recorded batches, and the same steps trained from memory."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The work of one rank of a test world: train, save in the background while training goes on, load, train on."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

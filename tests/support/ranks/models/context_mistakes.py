@@ -1,7 +1,5 @@
 """Context parallelism with one rule broken at a time, on the ranks of a test world."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace

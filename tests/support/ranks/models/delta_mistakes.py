@@ -1,7 +1,5 @@
 """Models with Gated DeltaNet with one mistake each, which must show in their log-probs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Gradients of a model on a CPU, and how often each function of `cpu_kernels.py` was called for them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The defaults that one rank sets on modules and wrappers of a policy, without the GPU that profits from them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

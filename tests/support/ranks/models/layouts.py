@@ -1,7 +1,5 @@
 """Megatron's parallel state over all ranks of a test world, for as long as one function of a rank needs it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

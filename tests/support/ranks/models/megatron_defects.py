@@ -1,7 +1,5 @@
 """Megatron's defects, shown on a rank of a test world: each function returns (without the patch, with it)."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The work of one rank of a test world with a model: load, packed forward, log-probs, export."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

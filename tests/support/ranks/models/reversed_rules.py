@@ -1,7 +1,5 @@
 """Each mapping rule broken in turn: every one must move the log-probs of a loaded model, so that none goes unseen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The work of one rank of a test world whose routers replay experts."""
 
-from __future__ import annotations
-
 import gc
 from copy import copy
 from dataclasses import replace

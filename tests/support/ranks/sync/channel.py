@@ -1,7 +1,5 @@
 """A thread on each rank that takes batches over its own groups, while the main thread uses the training ones."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

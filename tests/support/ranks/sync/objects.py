@@ -1,7 +1,5 @@
 """The collectives of objects on a rank of a test world."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

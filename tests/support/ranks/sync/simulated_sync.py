@@ -1,7 +1,5 @@
 """The weight sync of a real Megatron exporter on simulated streams."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A loss that is made of a per-token stream which only the tests declare."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The work of one rank of a test world in a sync: exporters with gathers, several senders, failures."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Steps on given trajectories under the run's monitor, and what one rank's monitor saw, said and did."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

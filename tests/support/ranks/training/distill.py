@@ -1,7 +1,5 @@
 """Steps of one rank of a test world with teachers that it holds, or with demonstrations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Log-probs of a vocabulary that the ranks share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

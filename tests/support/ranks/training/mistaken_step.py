@@ -1,7 +1,5 @@
 """One step on given trajectories, with a mistake in it, and what it has counted on one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One step with a correction, and what its updates saw of it on one rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The work of one rank whose state is parked between updates, as where an engine uses the same GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

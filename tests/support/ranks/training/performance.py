@@ -1,7 +1,5 @@
 """The memory of a step, where one of two ranks has held much for a while."""
 
-from __future__ import annotations
-
 import psutil
 import torch
 

@@ -1,7 +1,5 @@
 """The work of one rank of a test world with a policy: updates and log-probs under a layout, and numbers back."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The work of one rank of a test world with a reference policy that takes the policy's weights, and is saved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

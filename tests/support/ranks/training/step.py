@@ -1,7 +1,5 @@
 """One step on given trajectories, and what the updates of one rank saw of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The work of one rank with a policy that sees: log-probs, the gradients of a step, and mistakes made on purpose."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
