@@ -36,7 +36,7 @@ from megarl.queue.row_format import decode, encode
 from megarl.queue.trajectory import Trajectory
 from megarl.rewards.types import RewardResult
 from megarl.rollout.agents.trajectory_builder import trajectory
-from megarl.rollout.engine.continuation import ResponsesSoFar
+from megarl.rollout.engine.continuation import ResponseCollector
 from megarl.rollout.engine.engine_load import EngineMonitor
 from megarl.rollout.engine.engine_requests import EngineRequests
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
@@ -93,7 +93,7 @@ async def answers(side: Side, prompts: Sequence[list[int]], number: int, tokens:
         GenerateRequest(f"{number}-{index}", ids, sampling, seed=index, routes_from=0)
         for index, ids in enumerate(prompts)
     ]
-    so_far = ResponsesSoFar(asked)
+    so_far = ResponseCollector(asked)
     side.requests.start(so_far.send(0))
     while so_far.unfinished:
         so_far.add(await side.requests.report(so_far.reported, REPORT_S))

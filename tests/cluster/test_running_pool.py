@@ -4,8 +4,6 @@ One pool serves all tests of this file, in order: the last ones kill parts of it
 pool of tests/gateway/test_real_pool.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -30,7 +28,7 @@ from megarl.common.process.processes import descendants, is_alive
 from megarl.data.mixture import Cursor
 from megarl.queue.trajectory import VersionSpan
 from megarl.queue.transfer import QueueReader
-from megarl.rollout.engine.continuation import ResponsesSoFar
+from megarl.rollout.engine.continuation import ResponseCollector
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
 from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
 from megarl.run.record.batch_metrics import record_batch
@@ -288,7 +286,7 @@ def test_a_response_goes_on_from_its_reported_tokens(pool: TestPool) -> None:
     replica.call("set_weight_version", "7", timeout_s=60)
     for attempt in range(20):  # until one is still being made when it is ended: the engine may be faster than reports
         requests = [GenerateRequest(f"parts{attempt}-{i}", [1, 60 + i], spec, seed=4 * attempt + i) for i in range(4)]
-        responses = ResponsesSoFar(requests)
+        responses = ResponseCollector(requests)
         responses.add(replica.call("generate", responses.send(0), 0.02, timeout_s=60)[0])
         while responses.unfinished and not responses.tokens:
             responses.add(replica.call("report", responses.reported, 0.02, timeout_s=60)[0])

@@ -1,7 +1,5 @@
 """A run that is killed uses again what it had generated: within the bound, and each group once in the history."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Set
 from typing import Any
@@ -52,7 +50,7 @@ def without_what_is_being_saved(before: Callable[..., bool]) -> Callable[..., bo
 
 
 def as_the_first_record(before: object) -> Callable[..., bool]:
-    def later(self: kept_groups.Superseded, head: Mapping[str, Any]) -> bool:
+    def later(self: kept_groups.SupersededRecords, head: Mapping[str, Any]) -> bool:
         seen: set[int] = self.__dict__.setdefault("seen", set())
         again = head["group"] in seen
         seen.add(head["group"])
@@ -89,10 +87,10 @@ MUTANTS: dict[str, list[tuple[Any, str, Callable[[Any], Any]]]] = {
         (Admission, "keep", lambda before: lambda self, kept: before(self, {group: {self.version} for group in kept}))
     ],
     "the tidying keeps the first of several records of a group": [
-        (kept_groups.Superseded, "later", as_the_first_record)
+        (kept_groups.SupersededRecords, "later", as_the_first_record)
     ],
     "the tidying removes what is not finished": [
-        (kept_groups.Superseded, "later", lambda before: lambda self, head: head["kind"] == "unfinished")
+        (kept_groups.SupersededRecords, "later", lambda before: lambda self, head: head["kind"] == "unfinished")
     ],
 }
 

@@ -1,7 +1,5 @@
 """Every group of a history, from its tags to the sums of both sides: all parts count the same groups."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +13,7 @@ from megarl.config.derived.staleness import pace_of, refill_groups
 from megarl.config.schema import Config
 from megarl.queue.trajectory import SampleTag, sample_key
 from megarl.rollout.admission.admission import Admission
-from megarl.rollout.orchestrator.failover import Committed
+from megarl.rollout.orchestrator.failover import CommitAnswer
 from megarl.rollout.orchestrator.prompt_groups import usable_samples
 from megarl.run.loop.rollout_client import RolloutClient
 from megarl.run.record.batch_metrics import record_batch
@@ -49,7 +47,7 @@ class LocalClient(PoolClient):
     def _call(self, method: str, args: Any, numbers: Any, timeout_s: float, **_: Any) -> tuple[Any, int]:  # type: ignore[override]
         assert method == "commit_and_report"
         self.admission.commit(*args, **numbers)
-        return Committed(self.admission.counters, {}), 0
+        return CommitAnswer(self.admission.counters, {}), 0
 
 
 class Accounts:

@@ -23,7 +23,7 @@ from megarl.rollout.admission.counters import Counters
 from megarl.rollout.engine.placement import HeldDevices
 from megarl.rollout.engine.replica_start import replica_name
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
-from megarl.rollout.orchestrator.failover import Committed, TrainerRecord
+from megarl.rollout.orchestrator.failover import CommitAnswer, TrainerRecord
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
 from megarl.rollout.transport.rpc import as_rollout_error
 
@@ -266,10 +266,10 @@ class PoolClient:
     def commit(self, step: int, **ends: Unpack[StepEnds]) -> Counters:
         """Settle every group of `step`: report how many ended in each way."""
 
-        def note(answer: Committed) -> None:
+        def note(answer: CommitAnswer) -> None:
             self._record.committed(step, answer.history)
 
-        answer: Committed = self._call("commit_and_report", (step,), dict(ends), self.timeouts.rpc_s, note=note)[0]
+        answer: CommitAnswer = self._call("commit_and_report", (step,), dict(ends), self.timeouts.rpc_s, note=note)[0]
         return answer.counters
 
     def evaluate(self, version: int, label: str = "") -> list[SetReport] | PublicationNeeded:

@@ -42,7 +42,7 @@ from typing import Any
 
 from megarl.config.derived.staleness import Pace
 from megarl.rollout.admission.admission_log import Event, held_steps
-from megarl.rollout.admission.counters import Counters, Taken, check_ends, check_numbers, check_uses
+from megarl.rollout.admission.counters import Counters, StepGroups, check_ends, check_numbers, check_uses
 from megarl.rollout.admission.groups_in_flight import GroupsInFlight, ReadyGroups, ReplayUse, ReusableGroups
 
 
@@ -71,7 +71,7 @@ class Admission:
         self._in_flight = GroupsInFlight()
         self._ready = ReadyGroups(by_id=pace.in_turns)
         self._replaced: list[int] = []  # since the last step was taken
-        self._taken: dict[int, Taken] = {}  # by step, if it is not committed
+        self._taken: dict[int, StepGroups] = {}  # by step, if it is not committed
         self._reusable = ReusableGroups(max_uses)  # all of them can be used by the next step
         self._released: list[int] = []  # groups whose rows are no longer needed, since `take_released`
         self._done: dict[str, int] = {"trained": 0, "filtered": 0, "dropped_stale": 0, "failed": 0}
@@ -197,7 +197,7 @@ class Admission:
         self._record({"event": "keep", "kept": found, "started": started})
         return started
 
-    def hold(self, base: tuple[int, int], held: Mapping[int, Taken]) -> None:
+    def hold(self, base: tuple[int, int], held: Mapping[int, StepGroups]) -> None:
         """Continue with `held`, the uncommitted steps that the trainer took from an earlier controller.
 
         `base`: the first version set in this history, and the number of steps done by then. Later steps do not use the
@@ -266,7 +266,7 @@ class Admission:
         chosen, oldest = self._ready.take(self.groups)
         ok, failed = sorted(g for g in chosen if chosen[g]), sorted(g for g in chosen if not chosen[g])
         reused = self._reusable.take(missing)
-        self._taken[step] = Taken(ok, failed, sorted(self._replaced), oldest, reused)
+        self._taken[step] = StepGroups(ok, failed, sorted(self._replaced), oldest, reused)
         self._replaced = []
         self._released += self._reusable.drop(self._usable)
         event = {"event": "batch", "step": step, "ok": ok, "failed": failed, "replaced": self._taken[step].replaced}
@@ -286,7 +286,7 @@ class Admission:
         released, self._released = sorted(self._released), []
         return released
 
-    def taken(self, step: int) -> Taken:
+    def taken(self, step: int) -> StepGroups:
         """Return what `step` has taken; its commit settles the replaced groups as filtered.
 
         Raises KeyError if the step was not taken, or is committed.

@@ -13,14 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from megarl.rollout.admission.counters import Taken
+from megarl.rollout.admission.counters import StepGroups
 
 SCHEDULE_FILE = "schedule.jsonl"
 
 Event = dict[str, Any]
 
 
-def held_steps(held: Mapping[int, Taken]) -> list[Event]:
+def held_steps(held: Mapping[int, StepGroups]) -> list[Event]:
     """Return what steps have taken, as JSON content without integer keys."""
     taken = [{"step": step, **asdict(each)} for step, each in sorted(held.items())]
     for each in taken:

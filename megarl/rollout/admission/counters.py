@@ -39,7 +39,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepGroups:
     """The groups that a step has taken, each list sorted."""
 
     ok: list[int]
@@ -54,7 +54,7 @@ class Taken:
         return len(self.ok) + len(self.failed) + len(self.replaced)
 
 
-def check_numbers(step: int, taken: Taken, numbers: Mapping[str, int]) -> None:
+def check_numbers(step: int, taken: StepGroups, numbers: Mapping[str, int]) -> None:
     """Check that `numbers`, how many groups ended in which way, add up to the groups of the step. Raises ValueError."""
     at_least = numbers["failed"] >= len(taken.failed) and numbers["filtered"] >= len(taken.replaced)
     if min(numbers.values()) < 0 or sum(numbers.values()) != taken.total or not at_least:
@@ -66,7 +66,7 @@ def check_numbers(step: int, taken: Taken, numbers: Mapping[str, int]) -> None:
 
 
 def check_uses(
-    step: int, taken: Taken, trained: int, reused: int, trained_groups: Iterable[int] | None, *, may_reuse: bool
+    step: int, taken: StepGroups, trained: int, reused: int, trained_groups: Iterable[int] | None, *, may_reuse: bool
 ) -> list[int]:
     """Check a step's trained and reused groups; return the sorted ids of the new trained groups, if they were given.
 
@@ -86,7 +86,7 @@ def check_uses(
     return ids
 
 
-def check_ends(step: int, taken: Taken, numbers: Mapping[str, int], ended: Mapping[str, Sequence[int]]) -> None:
+def check_ends(step: int, taken: StepGroups, numbers: Mapping[str, int], ended: Mapping[str, Sequence[int]]) -> None:
     """Check that `ended` names each group of the step once, in agreement with the numbers. Raises ValueError."""
     counted = {name: len(groups) for name, groups in ended.items()}
     reported = sorted(group for groups in ended.values() for group in groups)

@@ -39,7 +39,7 @@ class _Response:
         self.lost_prefill_s += tokens.prefill_s
 
 
-class ResponsesSoFar:
+class ResponseCollector:
     """Collects the parts that replicas report.
 
     For each replica: `send`, any number of `add`, then `interrupt` or `move` if it does not finish all responses.
@@ -215,7 +215,7 @@ class GroupDeadline(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
         """Return one that was `sent` on the clock that says `now`."""
         return GroupDeadline(now + self.at, self.seconds, self.policy, self.grace_s)
 
-    def settle(self, responses: ResponsesSoFar) -> None:
+    def settle(self, responses: ResponseCollector) -> None:
         """Cut the unfinished responses. Raises RolloutError naming them if the policy is to fail."""
         if self.policy == "cut":
             responses.cut()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from megarl.common.errors import ReplicaFailed, RequestFailed, RolloutError
 from megarl.config.schema import TimeoutsConfig
-from megarl.rollout.engine.continuation import RequestContext, ResponsesSoFar
+from megarl.rollout.engine.continuation import RequestContext, ResponseCollector
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.engine.response_parts import EngineReport, ResponsePart
 from megarl.rollout.fleet.replica_table import Lease, ReplicaTable
@@ -48,7 +48,7 @@ GROUP_TERMS = CallTerms()
 class Call:
     """A call: its responses so far, and the replica working on them, if any. `background`: for an evaluation."""
 
-    responses: ResponsesSoFar
+    responses: ResponseCollector
     background: bool
     terms: CallTerms
     replica: int | None = None
@@ -82,7 +82,7 @@ class CallRunner:
         self, context: RequestContext, requests: Sequence[GenerateRequest], background: bool, terms: CallTerms
     ) -> list[GenerateResult]:
         """See `EnginePool.generate`."""
-        call = Call(ResponsesSoFar(requests, context.tokens), background, terms)
+        call = Call(ResponseCollector(requests, context.tokens), background, terms)
         self._calls.add(call)
         try:
             await self._finish(call, context)
@@ -203,7 +203,7 @@ class CallRunner:
         self._router.reported(prefix, lease, ended, load)
         return ended
 
-    async def _end(self, prefix: Hashable, lease: Lease, responses: ResponsesSoFar) -> int:
+    async def _end(self, prefix: Hashable, lease: Lease, responses: ResponseCollector) -> int:
         """Have a replica stop its unfinished responses; add their last tokens; return how many ended."""
         assert lease.client is not None
         report = await lease.client.call("end", responses.reported, timeout_s=self._timeouts.rpc_s)

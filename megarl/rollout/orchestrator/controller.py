@@ -32,7 +32,7 @@ from megarl.rollout.engine.replica import ReplicaSpec
 from megarl.rollout.engine.teachers.teacher_client import attach_teachers
 from megarl.rollout.fleet.engine_pool import RequestCoalescer
 from megarl.rollout.orchestrator.evaluator import Evaluator, FinishedEvaluation
-from megarl.rollout.orchestrator.failover import Committed, Failover
+from megarl.rollout.orchestrator.failover import CommitAnswer, Failover
 from megarl.rollout.orchestrator.pool_controller import PoolController
 from megarl.rollout.orchestrator.prompt_groups import PromptGroups
 from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
@@ -246,10 +246,10 @@ class RolloutController(PoolController):
         await self._steps.commit(step, **ends)
         return self._admission.counters
 
-    async def commit_and_report(self, step: int, **ends: Unpack[StepEnds]) -> Committed:
+    async def commit_and_report(self, step: int, **ends: Unpack[StepEnds]) -> CommitAnswer:
         """Commit as `commit` does, and also return the history that ends with it."""
         counters = await self.commit(step, **ends)
-        return Committed(counters, self._committed_history())
+        return CommitAnswer(counters, self._committed_history())
 
     async def heartbeat(self) -> None:
         """Raise RolloutError if a process of the queue has died or hangs. The supervisor calls it at intervals.

@@ -14,7 +14,7 @@ from megarl.rollout.orchestrator.ready_batches import BatchReady
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommitAnswer:
     """The answer to a commit: the numbers of groups, and the history with which a new controller would begin."""
 
     counters: Counters

@@ -28,7 +28,7 @@ from megarl.rollout.agents.loop_run import LoopRun, RunningGroups
 from megarl.rollout.fleet.engine_pool import EnginePool
 from megarl.rollout.resume.group_progress import UnfinishedGroup
 from megarl.rollout.resume.journal import RolloutJournal
-from megarl.rollout.resume.kept_groups import History, KeptGroup
+from megarl.rollout.resume.kept_groups import History, JournaledGroup
 from megarl.rollout.tasks.prompts import PromptSource
 from megarl.rollout.transport.background import BackgroundTasks
 from megarl.telemetry.trace import events
@@ -166,7 +166,7 @@ class PromptGroups:
         if self._journal.every_s:
             self._tasks.start(self._journal.keep_up(self.history, self._running.progress))
 
-    async def _settle_kept(self, kept: KeptGroup) -> None:
+    async def _settle_kept(self, kept: JournaledGroup) -> None:
         """Settle a group that finished before the resume. Only a few are decoded at a time: they may be large."""
         async with self._decoding:
             rows = await asyncio.to_thread(kept.rows)

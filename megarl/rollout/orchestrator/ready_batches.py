@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.rollout.admission.admission import Admission
-from megarl.rollout.admission.counters import Counters, Taken
+from megarl.rollout.admission.counters import Counters, StepGroups
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class BatchReady:
     groups: list[int]
     replaced: list[int] = field(default_factory=list)
     reused: list[int] = field(default_factory=list)
-    taken: Taken = field(default_factory=lambda: Taken([], [], []))
+    taken: StepGroups = field(default_factory=lambda: StepGroups([], [], []))
     rewards: dict[int, float | None] = field(default_factory=dict)
     rebuilds: int = 0
 

@@ -81,7 +81,7 @@ RequestPlace = tuple[int, int]  # sample, turn: identifies a request of a group 
 
 
 @dataclass(frozen=True)
-class BegunResponse:
+class PartialResponse:
     """A response's tokens so far (it may have ended), and a digest of its prompt."""
 
     prompt: str
@@ -92,7 +92,7 @@ class BegunResponse:
 class UnfinishedGroup:
     """The progress of a group: responses with tokens, and the records of agent loops by sample."""
 
-    responses: Mapping[RequestPlace, BegunResponse] = field(default_factory=dict)
+    responses: Mapping[RequestPlace, PartialResponse] = field(default_factory=dict)
     loops: Mapping[int, FrozenLoop] = field(default_factory=dict)
 
     @property
@@ -112,9 +112,9 @@ class _Request:
 class GroupProgress:
     """The tokens of a group's requests, including those of earlier attempts, and the records of its loops.
 
-    `tokens`: by request id; generation continues and updates them (`ResponsesSoFar`). `loops`: by sample, of loops that
-    have frozen a state or called a tool; `record` changes them. `changed`: samples with new records, until the reader
-    empties it. `written`: the size that the journal has.
+    `tokens`: by request id; generation continues and updates them (`ResponseCollector`). `loops`: by sample, of loops
+    that have frozen a state or called a tool; `record` changes them. `changed`: samples with new records, until the
+    reader empties it. `written`: the size that the journal has.
     """
 
     def __init__(self, prompt: PromptTask, kept: UnfinishedGroup | None = None) -> None:
@@ -173,8 +173,9 @@ class GroupProgress:
         for place, request in self._requests.items():
             tokens = self.tokens.get(request.name, ResponsePart())
             if tokens.response_ids:
-                dropped = tokens.finish_reason == "abort"
-                begun[place] = BegunResponse(request.prompt, replace(tokens, finish_reason=None) if dropped else tokens)
+                if tokens.finish_reason == "abort":
+                    tokens = replace(tokens, finish_reason=None)
+                begun[place] = PartialResponse(request.prompt, tokens)
         return UnfinishedGroup(begun, dict(self.loops))
 
 

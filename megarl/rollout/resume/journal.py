@@ -32,7 +32,7 @@ from megarl.rollout.resume.journal_records import (
     newest_version,
     read_head,
 )
-from megarl.rollout.resume.kept_groups import History, KeptGroup, KeptGroups, Retention, Superseded
+from megarl.rollout.resume.kept_groups import History, JournaledGroup, KeptGroups, Retention, SupersededRecords
 from megarl.rollout.resume.lineage import INITIAL, Lineage, lineage_content, next_epoch, read_lineage
 from megarl.rollout.tasks.prompts import PromptSource, PromptTask
 
@@ -146,7 +146,7 @@ class RolloutJournal:
             logger.warning("%d kept groups are drawn again: they have non-finite log-probs", others)
         return kept
 
-    async def begin_epoch(self, version: int, used: Collection[KeptGroup]) -> None:
+    async def begin_epoch(self, version: int, used: Collection[JournaledGroup]) -> None:
         """Begin the restart epoch of a run that resumes at `version` and reuses `used`."""
         (resumed, settled), before = self._resumed, self._kept.lineage
         self._lineage = next_epoch(resumed, version, before)
@@ -291,7 +291,7 @@ class RolloutJournal:
     async def _tidy(self, history: History) -> None:
         retention = self._retention
         assert retention is not None
-        superseded = Superseded()
+        superseded = SupersededRecords()
 
         def useful(record: bytes) -> bool:
             head = read_head(record)

@@ -22,7 +22,7 @@ from megarl.queue.images import ImageRef
 from megarl.queue.routes import Routes
 from megarl.queue.trajectory import COLUMN_CODES, Trajectory, VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
-from megarl.rollout.resume.group_progress import BegunResponse, FrozenLoop, RequestPlace, UnfinishedGroup
+from megarl.rollout.resume.group_progress import FrozenLoop, PartialResponse, RequestPlace, UnfinishedGroup
 from megarl.rollout.resume.lineage import Lineage, lineage_content, read_lineage
 
 _HEAD = struct.Struct("<I")  # bytes of the head
@@ -109,14 +109,14 @@ def decode_unfinished(record: bytes) -> UnfinishedGroup:
     head = read_head(record)
     (length,) = _HEAD.unpack_from(record)
     view = memoryview(record)[_HEAD.size + length :]
-    begun: dict[RequestPlace, BegunResponse] = {}
+    begun: dict[RequestPlace, PartialResponse] = {}
     for row, versions in zip(head["rows"], spans_of(head), strict=True):
         columns: dict[str, Any] = {}
         for name, kind in _TOKENS:
             columns[name], view = _take(view, kind, row["tokens"])
         columns["routes"], view = _take_routes(view, row)
         sample, turn = row["place"]
-        begun[sample, turn] = BegunResponse(
+        begun[sample, turn] = PartialResponse(
             row["prompt"], ResponsePart(**columns, versions=versions, finish_reason=row["finish_reason"])
         )
     return UnfinishedGroup(begun, {sample: FrozenLoop.of(content) for sample, content in head["loops"]})

@@ -15,7 +15,7 @@ from megarl.rollout.resume.lineage import Lineage, common_version, recount
 
 
 @dataclass
-class KeptGroup:
+class JournaledGroup:
     """A group with tokens or tool calls, recorded in `epoch`.
 
     `common`: the last version that the histories share. `version`: where the run resumes. Its tokens count as their
@@ -81,7 +81,7 @@ class KeptGroups:
 
     def __init__(self, records: Iterable[bytes]) -> None:
         """`records`: the journal's, in order. Raises ValueError or KeyError for records of another kind."""
-        self.groups: dict[int, KeptGroup] = {}
+        self.groups: dict[int, JournaledGroup] = {}
         self.lineage: Lineage = ()
         epoch: EpochRecord | None = None
         for record in records:
@@ -92,7 +92,7 @@ class KeptGroups:
             elif epoch is None:
                 raise ValueError("a group was recorded before any epoch")
             else:
-                self.groups[head["group"]] = KeptGroup(record, head, epoch)
+                self.groups[head["group"]] = JournaledGroup(record, head, epoch)
 
     def resume(self, resumed: Lineage, version: int) -> None:
         """Keep groups whose history shares a version with `resumed`, which ends at `version`; recount them."""
@@ -108,7 +108,7 @@ class KeptGroups:
         order = sorted(self.groups.values(), key=lambda each: (not each.finished, each.group))
         return {each.group: each.counts_as for each in order}
 
-    def drop(self, unfit: Callable[[KeptGroup], bool]) -> int:
+    def drop(self, unfit: Callable[[JournaledGroup], bool]) -> int:
         """Remove groups that cannot be used; return their number."""
         dropped = [group for group, each in self.groups.items() if unfit(each)]
         for group in dropped:
@@ -116,7 +116,7 @@ class KeptGroups:
         return len(dropped)
 
 
-class Superseded:
+class SupersededRecords:
     """Finds records of a journal that a later record of the same group supersedes.
 
     Pass all records in order, first to `count`, then to `later`. Some may be added in between.

@@ -13,24 +13,24 @@ from typing import Generic, TypeVar
 
 from megarl.common.errors import RolloutError
 
-Asked = TypeVar("Asked")
+Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
-class Turn(Generic[Asked, Answer]):
+class Turn(Generic[Item, Answer]):
     """One call for everyone who joins in the current event loop turn; `task` makes it in the next turn."""
 
-    def __init__(self, call: Callable[[list[Asked]], Awaitable[Sequence[Answer]]]) -> None:
+    def __init__(self, call: Callable[[list[Item]], Awaitable[Sequence[Answer]]]) -> None:
         """`call`: returns the answers to the joined items, in order."""
-        self.joined: list[Asked] = []
+        self.joined: list[Item] = []
         self.open = True
         self.task = asyncio.get_running_loop().create_task(self._make(call))
 
-    async def _make(self, call: Callable[[list[Asked]], Awaitable[Sequence[Answer]]]) -> Sequence[Answer]:
+    async def _make(self, call: Callable[[list[Item]], Awaitable[Sequence[Answer]]]) -> Sequence[Answer]:
         self.open = False
         return await call(self.joined)
 
-    async def join(self, asked: Asked) -> Answer:
+    async def join(self, asked: Item) -> Answer:
         """Join the call while it is `open`, and return the answer. Raises what the call raises."""
         position = len(self.joined)
         self.joined.append(asked)

@@ -70,7 +70,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Answered:
+class LoopAnswer:
     """To the worker: the response to the request at a place, or the end of a `Persist` by number; or a failure."""
 
     run: int
@@ -93,7 +93,7 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoopRequest:
     """To the controller: a loop's request. `near`: the replica with its beginning in the cache.
 
     `prompt`: the digest of its prompt (`prompt_digest`).
@@ -127,7 +127,7 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Persist:
-    """To the controller: send `Answered` once the run's records so far outlive the worker (a group's: on disk)."""
+    """To the controller: send `LoopAnswer` once the run's records so far outlive the worker (a group's: on disk)."""
 
     run: int
     number: int
@@ -135,7 +135,7 @@ class Persist:
 
 
 @dataclass(frozen=True)
-class Ended:
+class LoopEnd:
     """To the controller: all loops of the run have ended. `result`: what `LoopHost` returned or raised for its job.
 
     `stats`: measurements of the samples.
@@ -155,5 +155,5 @@ class Ended:
         return sum(PLAIN + len(row.prompt_ids) + 3 * len(row.response_ids) for row in self.result)
 
 
-ToWorker = Start | Answered | Drop
-ToController = Asked | Frozen | Persist | Ended
+ToWorker = Start | LoopAnswer | Drop
+ToController = LoopRequest | Frozen | Persist | LoopEnd

@@ -21,10 +21,10 @@ from megarl.rollout.transport.background import cancel_all
 from megarl.rollout.transport.gather import Outbox
 from megarl.rollout.transport.link import LinkServer
 from megarl.rollout.workers.messages import (
-    Answered,
-    Asked,
-    Ended,
     Frozen,
+    LoopAnswer,
+    LoopEnd,
+    LoopRequest,
     Persist,
     SentFailure,
     Start,
@@ -71,7 +71,7 @@ class WorkerRun(LoopRun):
             files = zip(hashes, request.files, strict=True)
             request = replace(request, files=tuple(b"" if name in self._sent else file for name, file in files))
             self._sent.update(hashes)
-        self._outbox.put(Asked(self.number, place, request, near, self.progress.prompt_of(place)))
+        self._outbox.put(LoopRequest(self.number, place, request, near, self.progress.prompt_of(place)))
         result: GenerateResult = await answer
         return result
 
@@ -83,7 +83,7 @@ class WorkerRun(LoopRun):
         self._outbox.put(Persist(self.number, number))
         await written
 
-    def receive(self, message: Answered) -> None:
+    def receive(self, message: LoopAnswer) -> None:
         """Pass the controller's answer to the waiting loop, or raise its failure there."""
         future = self._waiting.pop(message.key, None)
         if future is None or future.done():
@@ -117,7 +117,7 @@ class WorkerLoops:
                 run.task = asyncio.get_running_loop().create_task(self._run(run))
             elif (found := self._runs.get(message.run)) is None:
                 continue
-            elif isinstance(message, Answered):
+            elif isinstance(message, LoopAnswer):
                 found.receive(message)
             else:
                 found.task.cancel()
@@ -150,4 +150,4 @@ class WorkerLoops:
             result = SentFailure.of(error)
         finally:
             self._runs.pop(run.number, None)
-        self.link.outbox.put(Ended(run.number, result, run.stats))
+        self.link.outbox.put(LoopEnd(run.number, result, run.stats))

@@ -32,10 +32,10 @@ from megarl.rollout.transport.background import cancel_all
 from megarl.rollout.transport.link import LinkClient, LinkLost
 from megarl.rollout.workers.agent_worker import AgentWorker, WorkerSpec, start_worker
 from megarl.rollout.workers.messages import (
-    Answered,
-    Asked,
     Drop,
     Frozen,
+    LoopAnswer,
+    LoopRequest,
     Persist,
     SentFailure,
     Start,
@@ -103,7 +103,7 @@ class RemoteRun:
         if before is None or message.loop.version > before.version:
             self.progress.record(message.sample, message.loop)
 
-    def ask(self, message: Asked, send: Callable[[ToWorker], None]) -> None:
+    def ask(self, message: LoopRequest, send: Callable[[ToWorker], None]) -> None:
         """Have engines answer a request, unless an earlier worker has asked for it: then use that answer."""
         found = self._requests.get(message.place)
         if found is None or found.prompt != message.prompt:
@@ -111,7 +111,7 @@ class RemoteRun:
             found = self._requests[message.place] = _Request(message.prompt, begun)
         found.response.add_done_callback(partial(self._answer, message, send))
 
-    async def _respond(self, message: Asked, *, again: bool) -> GenerateResult:
+    async def _respond(self, message: LoopRequest, *, again: bool) -> GenerateResult:
         request = message.request
         if again:  # an engine may still work on the earlier request, which had another prompt
             self._renamed += 1
@@ -125,14 +125,16 @@ class RemoteRun:
         self.progress.tokens.setdefault(request.request_id, part)
         return result
 
-    def _answer(self, message: Asked, send: Callable[[ToWorker], None], response: asyncio.Task[GenerateResult]) -> None:
+    def _answer(
+        self, message: LoopRequest, send: Callable[[ToWorker], None], response: asyncio.Task[GenerateResult]
+    ) -> None:
         if response.cancelled():
             return
         error = response.exception()
         if message.run != self.number:
             return
         failure = None if error is None else SentFailure.of(error)
-        send(Answered(message.run, message.place, None if failure is not None else response.result(), failure))
+        send(LoopAnswer(message.run, message.place, None if failure is not None else response.result(), failure))
 
     def close(self) -> None:
         """Cancel everything that is open."""
@@ -295,7 +297,7 @@ class WorkerPool:
                 await asyncio.sleep(0)
 
     def _handle(self, remote: RemoteRun, message: ToController) -> None:
-        if isinstance(message, Asked):
+        if isinstance(message, LoopRequest):
             client = self._client_of(remote)
             assert client is not None  # the run belongs to a live worker
             remote.ask(message, client.send)
@@ -320,7 +322,7 @@ class WorkerPool:
         except Exception as error:
             failure = SentFailure.of(error)
         if remote.number == message.run and (client := self._client_of(remote)) is not None:
-            client.send(Answered(message.run, message.number, None, failure))
+            client.send(LoopAnswer(message.run, message.number, None, failure))
 
     def _lose(self, index: int, client: LinkClient[ToWorker], error: LinkLost) -> None:
         """Move the loops of a lost worker to the others, and replace it."""

@@ -1,7 +1,5 @@
 """The trainer's calls to replicas whose actors are gone, without Ray's cluster."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import math
@@ -31,7 +29,7 @@ from megarl.common.errors import PoolEnded, ReplicaFailed, RolloutError
 from megarl.common.process.processes import ProcessId
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
 from megarl.rollout.admission.counters import Counters
-from megarl.rollout.orchestrator.failover import Committed
+from megarl.rollout.orchestrator.failover import CommitAnswer
 from megarl.rollout.orchestrator.ready_batches import BatchReady
 from megarl.rollout.transport.rpc import AnsweredCalls
 
@@ -338,7 +336,7 @@ class Mortal:
         self.asked.append((method, args))
         steps = args[0] + 1 if method == "commit_and_report" else 0
         answers = {
-            "commit_and_report": Committed(Counters(trained=steps), {"admission": {"steps": steps}}),
+            "commit_and_report": CommitAnswer(Counters(trained=steps), {"admission": {"steps": steps}}),
             "wait_batch": BatchReady(args[0] if args else 0, ["0:0"], Counters(), {}, [0]),
             "references": {4: "a"},
         }

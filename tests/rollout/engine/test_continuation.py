@@ -1,7 +1,5 @@
 """The responses of one call, while replicas come and go."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -10,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.queue.trajectory import VersionSpan
-from megarl.rollout.engine.continuation import MOST_ATTEMPTS, ResponsesSoFar
+from megarl.rollout.engine.continuation import MOST_ATTEMPTS, ResponseCollector
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
 from megarl.rollout.engine.response_parts import ResponsePart
 
@@ -55,7 +53,7 @@ def test_tokens_of_before_are_continued_and_kept_up_to_date() -> None:
         "a": ResponsePart([1, 2], [-0.1, -0.2], spans, seconds=9.0),
         "b": ResponsePart([3, STOP], [-0.1, -0.2], spans),
     }
-    responses = ResponsesSoFar(requests, tokens)
+    responses = ResponseCollector(requests, tokens)
     assert responses.unfinished == ["a", "c"] and responses.tokens == 2
     sent = responses.send(4)
     assert [request.prompt_ids for request in sent] == [[42, 1, 2], [42]] and responses.reported == {"a": 0, "c": 0}
@@ -79,7 +77,7 @@ def test_any_sequence_of_replicas_gives_every_token_once(data: st.DataObject) ->
     A response fails exactly if `MOST_ATTEMPTS` replicas in a row are lost without a token of it.
     """
     names = [str(i) for i in range(data.draw(st.integers(1, 3)))]
-    responses = ResponsesSoFar([GenerateRequest(name, [42], SamplingSpec(LIMIT, 1.0, (STOP,)), 5) for name in names])
+    responses = ResponseCollector([GenerateRequest(name, [42], SamplingSpec(LIMIT, 1.0, (STOP,)), 5) for name in names])
     makers: dict[str, list[int]] = {name: [] for name in names}
     in_vain = dict.fromkeys(names, 0)
     given_up: set[str] = set()
@@ -121,7 +119,7 @@ def test_any_sequence_of_replicas_gives_every_token_once(data: st.DataObject) ->
 
 def test_what_is_cut_is_truncated_and_what_had_ended_is_not() -> None:
     spec = SamplingSpec(LIMIT, 1.0, (STOP,))
-    responses = ResponsesSoFar([GenerateRequest(name, [1], spec) for name in "abc"])
+    responses = ResponseCollector([GenerateRequest(name, [1], spec) for name in "abc"])
     responses.send(0)
     spans = (VersionSpan(0, 0, 1),)
     responses.add({"a": ResponsePart([3], [-1.0], spans), "b": ResponsePart([0], [-2.0], spans, "stop")})
@@ -135,7 +133,7 @@ def test_what_is_cut_is_truncated_and_what_had_ended_is_not() -> None:
 
 
 def test_what_a_replica_was_told_to_end_can_have_ended_by_itself() -> None:
-    responses = ResponsesSoFar([GenerateRequest(name, [1], SamplingSpec(LIMIT, 1.0, (STOP,))) for name in "ab"])
+    responses = ResponseCollector([GenerateRequest(name, [1], SamplingSpec(LIMIT, 1.0, (STOP,))) for name in "ab"])
     responses.send(0)
     last = ResponsePart([0], [-1.0], (VersionSpan(0, 0, 1),), "stop")
     assert responses.add_last({"a": last, "b": replace(last, response_ids=[3], finish_reason="abort")}) == 1
@@ -144,12 +142,12 @@ def test_what_a_replica_was_told_to_end_can_have_ended_by_itself() -> None:
 
 def test_ids_must_differ() -> None:
     with pytest.raises(ValueError, match="same id"):
-        ResponsesSoFar([GenerateRequest("a", [1], SamplingSpec(4, 1.0, ()))] * 2)
+        ResponseCollector([GenerateRequest("a", [1], SamplingSpec(4, 1.0, ()))] * 2)
 
 
 def test_only_losses_in_a_row_without_a_token_count_as_attempts() -> None:
     """A long response may outlive any number of engines, as long as each of them brings it further."""
-    responses = ResponsesSoFar([GenerateRequest("x", [42], SamplingSpec(99, 1.0, (STOP,)))])
+    responses = ResponseCollector([GenerateRequest("x", [42], SamplingSpec(99, 1.0, (STOP,)))])
     for index in range(3 * MOST_ATTEMPTS):
         responses.send(index)
         if index % MOST_ATTEMPTS == 0:

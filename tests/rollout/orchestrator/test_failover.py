@@ -1,7 +1,5 @@
 """A new controller in place of a dead one: what it gets, and that no group is trained twice or lost."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,7 @@ from megarl.config.derived.staleness import Pace
 from megarl.config.schema import Config
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE
-from megarl.rollout.admission.counters import Counters, Taken
+from megarl.rollout.admission.counters import Counters, StepGroups
 from megarl.rollout.orchestrator.failover import Failover, TrainerRecord
 from megarl.rollout.orchestrator.ready_batches import BatchReady
 from tests.support.machines.admission_machine import AdmissionMachine
@@ -66,7 +64,7 @@ class RebuildMachine(AdmissionMachine):
         self.admission = self.followed = fresh
         self.rows, self.uses = set(), dict.fromkeys(self.uses, self.max_uses)
         self.running, self.replaced = {}, []
-        taken = next(iter(held.values()), Taken([], [], []))
+        taken = next(iter(held.values()), StepGroups([], [], []))
         groups = [*taken.ok, *taken.failed, *taken.replaced]
         self.seen = sorted([*self.ended, *groups])
         self.oldest = {group: version for group, version in self.oldest.items() if group in self.seen}
@@ -76,7 +74,7 @@ class RebuildMachine(AdmissionMachine):
                 self.admit()
             self.commit(taken)
 
-    def commit(self, taken: Taken) -> None:
+    def commit(self, taken: StepGroups) -> None:
         """Train the step in hand."""
         uses = {"reused": len(taken.reused), "trained_groups": taken.ok} if self.max_uses > 1 else {}
         ended = {"trained": taken.ok, "filtered": taken.replaced, "dropped_stale": [], "failed": taken.failed}
@@ -111,7 +109,7 @@ def test_the_bound_counts_from_the_first_version_of_the_history_and_not_from_the
     state = {**first.state_dict(), "steps": 2, "next_group": 2, "done": {**first.state_dict()["done"], "trained": 2}}
     fresh = Admission(1, pace)
     fresh.load_state_dict(state)
-    fresh.hold((0, 0), {2: Taken([2], [], [], {2: 0})})
+    fresh.hold((0, 0), {2: StepGroups([2], [], [], {2: 0})})
     fresh.set_version(0)
     assert fresh.steps_within_bound(0) == 5 and fresh.admit() == [3, 4]
 
@@ -119,12 +117,12 @@ def test_the_bound_counts_from_the_first_version_of_the_history_and_not_from_the
 @pytest.mark.parametrize(
     ("held", "message"),
     [
-        ({3: Taken([2], [], [])}, r"steps \[3\] are held after 2 committed"),
-        ({2: Taken([1], [], [])}, "settled or in two"),
-        ({2: Taken([2], [], []), 3: Taken([3], [2], [])}, "settled or in two"),
+        ({3: StepGroups([2], [], [])}, r"steps \[3\] are held after 2 committed"),
+        ({2: StepGroups([1], [], [])}, "settled or in two"),
+        ({2: StepGroups([2], [], []), 3: StepGroups([3], [2], [])}, "settled or in two"),
     ],
 )
-def test_what_cannot_follow_the_history_is_not_held(held: dict[int, Taken], message: str) -> None:
+def test_what_cannot_follow_the_history_is_not_held(held: dict[int, StepGroups], message: str) -> None:
     fresh = Admission(1, Pace())
     fresh.load_state_dict({**fresh.state_dict(), "steps": 2, "next_group": 2})
     with pytest.raises(ValueError, match=message):

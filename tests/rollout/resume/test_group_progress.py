@@ -1,14 +1,12 @@
 """The state that is kept of a group in progress, over any number of attempts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megarl.chat.formats import Prompt
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
 from megarl.rollout.engine.response_parts import ResponsePart
-from megarl.rollout.resume.group_progress import BegunResponse, GroupProgress, UnfinishedGroup, prompt_digest
+from megarl.rollout.resume.group_progress import GroupProgress, PartialResponse, UnfinishedGroup, prompt_digest
 from megarl.rollout.tasks.prompts import PromptTask
 
 PROMPT = [5, 6]
@@ -28,14 +26,14 @@ def test_responses_with_tokens_are_begun() -> None:
     for index, name in enumerate("abc"):
         progress.begin(request(name), (index, 0))
     progress.tokens |= {"a": part(7), "b": ResponsePart()}
-    assert progress.begun().responses == {(0, 0): BegunResponse(prompt_digest(PROMPT), part(7))}
+    assert progress.begun().responses == {(0, 0): PartialResponse(prompt_digest(PROMPT), part(7))}
 
 
 def test_the_next_attempt_continues_the_same_requests_under_other_names() -> None:
     begun = {
-        (0, 0): BegunResponse(prompt_digest(PROMPT), replace(part(7, 2), finish_reason="stop")),
-        (0, 1): BegunResponse(prompt_digest([*PROMPT, 7, 2]), part(9)),
-        (1, 0): BegunResponse(prompt_digest([1]), part(4)),
+        (0, 0): PartialResponse(prompt_digest(PROMPT), replace(part(7, 2), finish_reason="stop")),
+        (0, 1): PartialResponse(prompt_digest([*PROMPT, 7, 2]), part(9)),
+        (1, 0): PartialResponse(prompt_digest([1]), part(4)),
     }
     progress = GroupProgress(TASK, UnfinishedGroup(begun))
     assert progress.begun() == UnfinishedGroup(begun) and not progress.tokens
@@ -61,5 +59,5 @@ def test_a_response_that_an_engine_has_dropped_can_go_on() -> None:
 def test_the_size_grows_with_tokens_and_ends() -> None:
     sizes = []
     for tokens in (part(), part(7), part(7, 8), replace(part(7, 8), finish_reason="stop")):
-        sizes.append(UnfinishedGroup({(0, 0): BegunResponse("", tokens)}).size)
+        sizes.append(UnfinishedGroup({(0, 0): PartialResponse("", tokens)}).size)
     assert sizes == [0, 1, 2, 3]

@@ -1,7 +1,5 @@
 """The records of the journal hold trajectories and responses exactly."""
 
-from __future__ import annotations
-
 from array import array
 
 import numpy as np
@@ -12,7 +10,7 @@ from megarl.queue.images import ImageRef
 from megarl.queue.routes import Routes
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.engine.response_parts import ResponsePart
-from megarl.rollout.resume.group_progress import BegunResponse, CallRecord, FrozenLoop, RequestPlace, UnfinishedGroup
+from megarl.rollout.resume.group_progress import CallRecord, FrozenLoop, PartialResponse, RequestPlace, UnfinishedGroup
 from megarl.rollout.resume.journal_records import (
     EpochRecord,
     decode_group,
@@ -100,12 +98,12 @@ def test_a_group_with_what_json_has_no_words_for_is_read_too() -> None:
 
 
 @st.composite
-def responses(draw: st.DrawFn) -> BegunResponse:
+def responses(draw: st.DrawFn) -> PartialResponse:
     ids = draw(st.lists(st.integers(0, 2**31 - 1), max_size=6))
     logprobs = array("f", draw(st.lists(st.floats(-50, 0), min_size=len(ids), max_size=len(ids)))).tolist()
     spans = (VersionSpan(3, 0, len(ids), lost=2, epoch=1),) if ids else ()
     end = draw(st.sampled_from([None, "stop", "length"]))
-    return BegunResponse(draw(st.text(max_size=4)), ResponsePart(ids, logprobs, spans, end, routes=draw(routes())))
+    return PartialResponse(draw(st.text(max_size=4)), ResponsePart(ids, logprobs, spans, end, routes=draw(routes())))
 
 
 CALLS = st.builds(CallRecord, st.text(max_size=4), st.none() | st.text(max_size=4), st.booleans(), st.floats(0, 9))
@@ -121,7 +119,7 @@ LOOPS = st.builds(
     loops=st.dictionaries(st.integers(0, 9), LOOPS, max_size=3),
 )
 def test_an_unfinished_group_is_read_as_it_was_written(
-    begun: dict[RequestPlace, BegunResponse], loops: dict[int, FrozenLoop]
+    begun: dict[RequestPlace, PartialResponse], loops: dict[int, FrozenLoop]
 ) -> None:
     record = encode_unfinished(5, UnfinishedGroup(begun, loops), "what was asked")
     assert decode_unfinished(record) == UnfinishedGroup(begun, loops)

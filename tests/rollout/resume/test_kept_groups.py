@@ -1,12 +1,10 @@
 """The order in which kept groups are used again, where the bound has no room for all of them."""
 
-from __future__ import annotations
-
 from megarl.config.derived.staleness import Pace
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.engine.response_parts import ResponsePart
-from megarl.rollout.resume.group_progress import BegunResponse, UnfinishedGroup
+from megarl.rollout.resume.group_progress import PartialResponse, UnfinishedGroup
 from megarl.rollout.resume.journal_records import EpochRecord, encode_group, encode_unfinished
 from megarl.rollout.resume.kept_groups import KeptGroups
 from megarl.rollout.resume.lineage import INITIAL
@@ -21,7 +19,7 @@ def finished(group: int, version: int) -> bytes:
 
 def unfinished(group: int, version: int) -> bytes:
     part = ResponsePart([9], [-0.5], (VersionSpan(version, 0, 1),))
-    return encode_unfinished(group, UnfinishedGroup({(0, 0): BegunResponse("", part)}, {}), "a problem")
+    return encode_unfinished(group, UnfinishedGroup({(0, 0): PartialResponse("", part)}, {}), "a problem")
 
 
 def kept_groups(*records: bytes) -> KeptGroups:

@@ -1,7 +1,5 @@
 """A controller whose groups run in two workers: batches, failures, trainers that start again, publications."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -22,7 +20,7 @@ from megarl.rollout.resume.group_progress import FrozenLoop
 from megarl.rollout.resume.journal import JOURNAL_FILE
 from megarl.rollout.resume.journal_file import JournalFile
 from megarl.rollout.resume.journal_records import read_head
-from megarl.rollout.workers.messages import Ended, Frozen, SentFailure
+from megarl.rollout.workers.messages import Frozen, LoopEnd, SentFailure
 from tests.support.engines.fake_replicas import FakeReplica, fleet_of
 from tests.support.rollout.fake_rollout import FakeRewards, FakeSource, LocalController, local_controller
 from tests.support.rollout.fake_workers import Crew
@@ -97,13 +95,13 @@ async def test_what_comes_late_from_before_a_trainer_began_again_changes_nothing
         await asyncio.sleep(0.01)
     before = {group: progress.begun() for group, progress in controller._running.progress.items()}
     reported = [message for worker in crew.made for _, messages, _ in worker.kept_reports for message in messages]
-    ended = next(message for message in reported if isinstance(message, Ended))
+    ended = next(message for message in reported if isinstance(message, LoopEnd))
     runs = range(2 * GROUPS)  # those of the history before
     for run in runs:
         reported += [
             replace(ended, run=run),
             Frozen(run, 0, FrozenLoop("stale", version=99)),
-            Ended(run, SentFailure("RolloutError", "stale"), ended.stats),
+            LoopEnd(run, SentFailure("RolloutError", "stale"), ended.stats),
         ]
     old = [message for message in reported if message.run in runs]
     counters, stats = await controller.counters(), repr(controller._running.stats)

@@ -1,7 +1,5 @@
 """A model that calls tools, without an engine: what it samples follows from its prompt alone, so it repeats itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Mapping
@@ -15,7 +13,7 @@ from megarl.config.schema.agent import AgentConfig
 from megarl.queue.trajectory import VersionSpan
 from megarl.rewards.types import RewardInput, RewardResult
 from megarl.rollout.agents.agent_loop import AgentLoop
-from megarl.rollout.engine.continuation import RequestContext, ResponsesSoFar
+from megarl.rollout.engine.continuation import RequestContext, ResponseCollector
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.response_parts import ResponsePart
 from megarl.rollout.tasks.prompts import PromptTask
@@ -70,7 +68,7 @@ class ScriptedBatcher:
 
     async def generate(self, request: GenerateRequest, context: RequestContext) -> GenerateResult:
         self.asked.append((request, context.prefix, context.near))
-        so_far = ResponsesSoFar([request], context.tokens)
+        so_far = ResponseCollector([request], context.tokens)
         name, turn = request.request_id, int(request.request_id.rsplit("-", 1)[1])
         ids = self.ids(turn)
         while so_far.unfinished:

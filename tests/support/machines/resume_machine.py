@@ -1,7 +1,5 @@
 """Random runs that are killed and resumed, with the journal between; checked on the tree of weights itself."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, field
 
@@ -12,7 +10,7 @@ from megarl.config.derived.staleness import Pace
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.engine.response_parts import ResponsePart, join_parts
-from megarl.rollout.resume.group_progress import BegunResponse, UnfinishedGroup
+from megarl.rollout.resume.group_progress import PartialResponse, UnfinishedGroup
 from megarl.rollout.resume.journal_records import (
     EpochRecord,
     encode_group,
@@ -21,7 +19,7 @@ from megarl.rollout.resume.journal_records import (
     read_head,
     spans_of,
 )
-from megarl.rollout.resume.kept_groups import History, KeptGroup, KeptGroups, Retention, Superseded
+from megarl.rollout.resume.kept_groups import History, JournaledGroup, KeptGroups, Retention, SupersededRecords
 from megarl.rollout.resume.lineage import INITIAL, Lineage, next_epoch
 from tests.support.machines.admission_machine import paces
 
@@ -130,7 +128,7 @@ class ResumeMachine(RuleBasedStateMachine):
             self.check_kept(each, tokens)
         return started
 
-    def check_kept(self, group: KeptGroup, tokens: ResponsePart) -> None:
+    def check_kept(self, group: JournaledGroup, tokens: ResponsePart) -> None:
         """The tokens are those that were written last, and no nearer to the history than they are said to be."""
         assert tokens.response_ids == self.written[group.group], "tokens are sampled again"
         assert tokens.logprobs == [-0.5 * node for node in tokens.response_ids]
@@ -198,7 +196,7 @@ class ResumeMachine(RuleBasedStateMachine):
     def write(self) -> None:
         """Finished groups, and what unfinished ones have."""
         unfinished = [
-            encode_unfinished(group, UnfinishedGroup({(0, 0): BegunResponse("prompt", part)}), "problem")
+            encode_unfinished(group, UnfinishedGroup({(0, 0): PartialResponse("prompt", part)}), "problem")
             for group, part in self.tokens.items()
         ]
         for record in (*unfinished, *self.pending):
@@ -253,7 +251,7 @@ class ResumeMachine(RuleBasedStateMachine):
     @rule()
     def tidy(self) -> None:
         now = History.of(self.admission.state_dict())
-        heads, superseded = [read_head(record) for record in self.disk], Superseded()
+        heads, superseded = [read_head(record) for record in self.disk], SupersededRecords()
         for head in heads:
             superseded.count(head)
         self.disk = [

@@ -3,8 +3,6 @@
 Admission depends on nothing but the events, so the same events must give the same groups and batches.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +15,7 @@ from megarl.queue.dump import DumpedBatch
 from megarl.queue.trajectory import SampleTag
 from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import Event
-from megarl.rollout.admission.counters import Taken
+from megarl.rollout.admission.counters import StepGroups
 from megarl.rollout.admission.groups_in_flight import ReplayUse
 
 
@@ -172,10 +170,10 @@ _USES: Sequence[str] = ("reused", "trained_groups")  # where groups may be used 
 _EVENTS = ("begin", "announce", "set_version", "admit", "keep", "hold", "finish", "replace", "batch", "commit")
 
 
-def _taken(content: Event) -> Taken:
+def _taken(content: Event) -> StepGroups:
     """Return what a step had taken, from the content of an event `hold`."""
     reused = {group: ReplayUse(oldest, uses) for group, oldest, uses in content["reused"]}
-    return Taken(content["ok"], content["failed"], content["replaced"], dict(content["oldest"]), reused)
+    return StepGroups(content["ok"], content["failed"], content["replaced"], dict(content["oldest"]), reused)
 
 
 def _same(what: str, recorded: object, replayed: object) -> None:

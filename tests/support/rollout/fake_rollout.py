@@ -3,8 +3,6 @@
 `local_controller(config, directory)` is a real `RolloutController` that is joined to them, outside Ray.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +20,7 @@ from megarl.rewards.types import RewardInput, RewardResult
 from megarl.rollout.agents.agent_loop import AgentLoop
 from megarl.rollout.agents.loop_host import LoopHost, SingleTurn
 from megarl.rollout.agents.loop_run import RunningGroups
-from megarl.rollout.engine.continuation import RequestContext, ResponsesSoFar
+from megarl.rollout.engine.continuation import RequestContext, ResponseCollector
 from megarl.rollout.engine.engine_load import EngineLoad
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.engine.replica import ReplicaSpec
@@ -179,7 +177,7 @@ class FakeFleet:
         self, context: RequestContext, requests: Sequence[GenerateRequest], *, background: bool = False,
         terms: Any = None,
     ) -> list[GenerateResult]:  # fmt: skip
-        version, responses, prefix = self.version(), ResponsesSoFar(requests, context.tokens), context.prefix
+        version, responses, prefix = self.version(), ResponseCollector(requests, context.tokens), context.prefix
         sent = responses.send(0)
         self.sent.setdefault(prefix, []).extend(sent)
         if prefix in self.held:
