@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from megarl.common.values import FP32, GIB, MIB
 from megarl.config.megatron.reserved import passes_recompute
-from megarl.config.memory_plan import delta_net
 from megarl.config.memory_plan.parameters import (
     FrozenModel,
     TrainerRank,
@@ -15,7 +14,7 @@ from megarl.config.memory_plan.parameters import (
     padded_vocabulary,
 )
 from megarl.config.schema import CPU_KV_CACHE_GIB, Config, Recompute, WeightSyncConfig
-from megarl.models.architecture.architecture import ModelInfo
+from megarl.models.architecture.architecture import DeltaNet, ModelInfo
 
 # Estimates, to be replaced by measurements: CUDA context, cuBLAS workspaces, fragmentation, and the buffers of each
 # NCCL communicator, of which a trainer rank has up to ten; an engine has fewer, and CUDA graphs instead.
@@ -203,7 +202,7 @@ def engine_memory(
     working = min(batched, max(max_model_len, rollout.max_num_seqs)) * _engine_working_set(info, ranks) * element
     terms.append(Term("forward", int(working), "generate", note="estimate"))
     terms.append(Term("logits", rollout.max_num_seqs * columns * ranks * FP32 * 2, "generate"))
-    states = rollout.max_num_seqs * delta_net.request_bytes(info.delta, element) // ranks if info.delta else 0
+    states = rollout.max_num_seqs * _request_bytes(info.delta, element) // ranks if info.delta else 0
     if states:
         terms.append(Term("DeltaNet states", states, note=f"of {rollout.max_num_seqs} requests"))
     # vLLM does not know these two: they are in addition to its share of the memory.
@@ -221,6 +220,12 @@ def engine_memory(
     cache = max(0, int(limit * rollout.gpu_memory_utilization) - used)
     terms.append(Term("KV cache", cache, note=f"the rest of {rollout.gpu_memory_utilization:.0%}"))
     return EngineMemory(Memory(tuple(terms), limit), cache // per_token, per_token)
+
+
+def _request_bytes(delta: DeltaNet, element: int) -> int:
+    """Return the bytes that an engine keeps per request in all Gated DeltaNet layers, whatever its length."""
+    convolution = (delta.conv - 1) * (2 * delta.keys + delta.values) * element
+    return sum(delta.layers) * (delta.state * FP32 + convolution)
 
 
 def _cached_channels(info: ModelInfo, ranks: int) -> int:

@@ -15,10 +15,10 @@ from typing import Any
 from megarl.common.values import FP32
 from megarl.config.derived.teachers import trainer_teachers
 from megarl.config.megatron.reserved import ddp_fields, transformer_fields
-from megarl.config.memory_plan import delta_net
 from megarl.config.memory_plan.activations import (
     Sizes,
     attention_bytes,
+    delta_net_bytes,
     expert_bytes,
     latent_attention_bytes,
     mlp_bytes,
@@ -26,7 +26,7 @@ from megarl.config.memory_plan.activations import (
     output_bytes,
 )
 from megarl.config.schema import LOGPROB_CHUNK_ROWS, Config, MegatronConfig, TrainerConfig, WeightSyncConfig
-from megarl.models.architecture.architecture import LatentAttention, ModelInfo
+from megarl.models.architecture.architecture import DeltaNet, LatentAttention, ModelInfo
 from megarl.models.families import FAMILIES
 from megarl.models.families.vision import FEATURE_CACHE_BYTES, Trained, trains
 from megarl.models.hf.read_config import load_info
@@ -60,7 +60,7 @@ def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) ->
     hidden, tensor, layers = info.hidden, layout.tensor, layout.chunk_layers(info.num_layers, stage, chunk)
     mixtures = sum(map(info.is_moe_layer, layers))
     attention = _latent_attention(info, info.mla, tensor) if info.mla else _attention(info, tensor)
-    delta = delta_net.parameters(info.delta, hidden, tensor) if info.delta else 0
+    delta = _delta_net_parameters(info.delta, hidden, tensor) if info.delta else 0
     held = sum((delta if info.is_delta_layer(each) else attention) + 2 * hidden for each in layers)  # with both norms
     held += (len(layers) - mixtures) * 3 * (info.ffn // tensor) * hidden
     router = (info.num_experts or 0) + info.shared_expert_gate
@@ -72,6 +72,12 @@ def chunk_parameters(info: ModelInfo, layout: Layout, stage: int, chunk: int) ->
         held += hidden + (0 if info.tied and embeds else embedding)  # the final norm, and the output layer
     experts = mixtures * ((info.num_experts or 0) // layout.expert) * 3 * (info.moe_ffn // layout.etp) * hidden
     return (held, experts) if layout.expert > 1 else (held + experts, 0)
+
+
+def _delta_net_parameters(delta: DeltaNet, hidden: int, tensor: int) -> int:
+    """Return the parameters of a Gated DeltaNet layer on one of `tensor` ranks."""
+    held = (2 * delta.keys + 3 * delta.values + 2 * delta.value_heads) // tensor * hidden
+    return held + ((2 * delta.keys + delta.values) * delta.conv + 2 * delta.value_heads) // tensor + delta.value_dim
 
 
 def tower_parameters(info: ModelInfo, trained: Trained) -> int:
@@ -212,7 +218,7 @@ class TrainerRank:
         selective = passed.get("recompute_granularity") == "selective"
         modules = set(passed.get("recompute_modules") or ["core_attn"]) if selective else set()
         if self.info.delta and self.info.is_delta_layer(layer):
-            total = delta_net.kept_bytes(self.info.delta, self.layout.tensor, sizes.element, fused=sizes.fused)
+            total = delta_net_bytes(self.info.delta, self.layout.tensor, sizes.element, fused=sizes.fused)
         elif self.info.mla:
             total = latent_attention_bytes(sizes, self.info.mla, "core_attn" in modules)
         else:
@@ -238,7 +244,7 @@ class TrainerRank:
         sizes, info = self._sizes(), self.info
         attention = attention_bytes(sizes, info, False)
         if info.delta and info.is_delta_layer(layer):
-            attention = delta_net.kept_bytes(info.delta, self.layout.tensor, sizes.element, fused=sizes.fused, rows=1.0)
+            attention = delta_net_bytes(info.delta, self.layout.tensor, sizes.element, fused=sizes.fused, rows=1.0)
         elif info.mla:
             attention = latent_attention_bytes(sizes, info.mla, False)
         elif info.qk_norm and not sizes.norm_is_one_function:

@@ -3,9 +3,7 @@
 from megarl.models.families import (
     deepseek_v3,
     glm4_moe,
-    llama,
     mistral,
-    qwen2,
     qwen2_5_vl,
     qwen3,
     qwen3_5,
@@ -17,9 +15,7 @@ from megarl.models.families.base import Family
 _MODULES = (
     deepseek_v3,
     glm4_moe,
-    llama,
     mistral,
-    qwen2,
     qwen2_5_vl,
     qwen3,
     qwen3_moe,
@@ -27,7 +23,9 @@ _MODULES = (
 _ALL = (
     *(module.FAMILY for module in _MODULES),
     glm4_moe.LITE_FAMILY,
+    mistral.LLAMA_FAMILY,
     mistral.MIXTRAL_FAMILY,
+    qwen3.QWEN2_FAMILY,
     qwen3_5.DENSE_FAMILY,
     qwen3_5.MOE_FAMILY,
     qwen3_5.NEXT_FAMILY,

@@ -1,4 +1,4 @@
-"""Mistral 7B (Llama's layers; sliding-window attention in the first release) and Mixtral.
+"""Llama 2 and 3, Mistral 7B (Llama's layers; sliding-window attention in the first release) and Mixtral.
 
 Mixtral has the same attention and a mixture of experts in every layer, under other names.
 """
@@ -14,10 +14,18 @@ from megarl.models.families.base import (
     NORMS,
     Family,
     expert_rules,
+    no_attention_bias,
     refuse_single_expert,
     sliding_window,
 )
 
+
+def _read_llama(raw: Mapping[str, Any]) -> dict[str, Any]:
+    no_attention_bias(raw)
+    return {}
+
+
+LLAMA_FAMILY = Family("llama", "LlamaForCausalLM", DENSE, _read_llama)
 FAMILY = Family(
     "mistral",
     "MistralForCausalLM",
