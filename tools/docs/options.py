@@ -38,11 +38,12 @@ refuse these fields, because megarl sets them itself:
 def keys_page() -> str:
     """Return the whole page in Markdown."""
     parts = [_HEAD]
+    shown = {section_of(field.annotation) for field in Config.model_fields.values()}
     for name in ordered(Config):
         field = Config.model_fields[name]
         section = section_of(field.annotation)
         if section is not None:
-            parts += list(_section(section, f"{name}[]" if get_origin(field.annotation) is list else name))
+            parts += _section(section, f"{name}[]" if get_origin(field.annotation) is list else name, shown)
         if name == "algorithm":
             parts += [*_functions(LOSSES, f"{name}.loss_options"), *_functions(ADVANTAGES, f"{name}.advantage_options")]
     parts.append(_TAIL)
@@ -71,8 +72,8 @@ def _functions(registry: FunctionRegistry[Any, Any], key: str) -> Iterator[str]:
             about = ""
 
 
-def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
-    """Yield heading, description and table of a section, then those of the sections inside it."""
+def _section(section: type[BaseModel], prefix: str, shown: set[type[BaseModel] | None]) -> Iterator[str]:
+    """Yield heading, description and table of a section, then those of the sections inside it that are not `shown`."""
     yield f"\n## `{prefix}`\n\n{(section.__doc__ or '').strip()}\n\n"
     inner: list[tuple[type[BaseModel], str]] = []
     rows = []
@@ -80,6 +81,9 @@ def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
     for name in ordered(section, f"{dotted}."):
         field = section.model_fields[name]
         nested = section_of(field.annotation)
+        if nested in shown:
+            nested = None
+        shown.add(nested)
         key = f"{prefix}.{name}"
         if nested is not None and get_origin(field.annotation) is not list:
             inner.append((nested, key))
@@ -92,7 +96,7 @@ def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
         yield "| key | level | type | default | meaning |\n|---|---|---|---|---|\n"
         yield from rows
     for nested, key in inner:
-        yield from _section(nested, key)
+        yield from _section(nested, key, shown)
 
 
 def _type(field: FieldInfo) -> str:
@@ -135,6 +139,8 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if value is None:
         return "null"
+    if isinstance(value, BaseModel):
+        return "the defaults of these keys"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, tuple):

@@ -45,7 +45,7 @@ class PromptSetConfig(Section):
     suffix: str | None = Field(None, description="As `data.suffix`.")
     chat_template_kwargs: Passed | None = Field(None, description="As `data.chat_template_kwargs`; not merged.")
     tools: list[ToolConfig] | None = Field(None, description="As `tools`; an empty list: the set has none.")
-    reward: SetRewardConfig = SetRewardConfig()
+    reward: SetRewardConfig = Field(SetRewardConfig(), description="The keys of `data.sets[].reward`.")
 
 
 class TrainSetConfig(PromptSetConfig):

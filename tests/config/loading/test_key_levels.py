@@ -1,17 +1,21 @@
 """Basic and expert keys: each basic one exists, and pages and printed configs have them first."""
 
-from __future__ import annotations
-
 import re
 
 from megarl.config.loading.load import BASIC, config_from_tree, level, ordered, walk_keys
 from megarl.config.memory_plan.plan_tables import marked_yaml
 from megarl.config.schema import Config, RolloutConfig
 from tests.support.trainer.configs import tree
+from tools.docs.options import keys_page
 
 
 def test_every_basic_key_exists() -> None:
     assert set(walk_keys()) >= BASIC and len(BASIC) < 50
+
+
+def test_there_are_no_more_keys_than_a_reader_can_look_through() -> None:
+    rows = re.findall(r"^\| `\w+` \| (?:basic|expert) \|", keys_page(), re.MULTILINE)
+    assert 200 < len(rows) <= 250
 
 
 def test_a_section_is_basic_if_a_key_of_it_is() -> None:
