@@ -73,16 +73,7 @@ def train_step(
     recomputes = recomputes_old_logprobs(config)
     samples = train_samples(plan, rows, config, parallel.dp_rank())
     policy.set_routes(samples.values(), {key: row.routes for key, row in rows.items()})
-    passes = logprob_passes(config) if plan.mini_batches else []
-    with timer.phase("logprobs"):
-        for stream in passes:
-            _compute_logprobs(policy, list(samples.values()), stream)
-        used = {key: plan.tags[key] for part in plan.mini_batches for keys in part for key in keys}
-        add_teacher_logprobs(policy, used, samples, config)
-    if teacher_passes(config):
-        passes = [*passes, TEACHER_LOGPROBS]
-    if passes:
-        _refuse_bad_passes(samples, passes)
+    _add_logprobs(policy, plan, samples, config, timer)
     measured = StepMeasures.begin(plan.tags.values(), SourceBuckets.of(config))
     if recomputes and plan.mini_batches:
         measured.compare_in_pass(samples, rows)
@@ -110,7 +101,7 @@ def train_step(
                 set_interpolation(mine, rows, version=plan.version, updates=made)
             update = partial(
                 policy.update, mine, counts, another_follows=number + 1 < len(updates),
-                measure_entropy=made == 0, check=_unchecked if made else check,
+                measure_entropy=made == 0, check=(lambda values: None) if made else check,
             )  # fmt: skip
             if (values := _make_update(update, mine, made, step)) is None:
                 done += [sample.key for sample in mine]
@@ -126,6 +117,38 @@ def train_step(
     with timer.phase("update"):
         everyone = parallel.dp_all_gather_object(done, _KEYS) if plan.mini_batches else [done]
     return check_trained(plan, itertools.chain.from_iterable(everyone))
+
+
+def _add_logprobs(
+    policy: Policy, plan: StepPlan, samples: Mapping[str, TrainSample], config: Config, timer: PhaseTimer
+) -> None:
+    """Give the samples the log-probs that the trainer and teachers compute. Collective.
+
+    Raises NonFiniteError, on every rank, if one is not finite. The loss would show it too, but perhaps only after a
+    first update of the step.
+    """
+    passes = logprob_passes(config) if plan.mini_batches else []
+    with timer.phase("logprobs"):
+        for stream in passes:
+            found = policy.compute_logprobs(list(samples.values()), reference=stream == REFERENCE_LOGPROBS)
+            for sample, logprobs_R in zip(samples.values(), found, strict=True):
+                sample.streams[stream] = logprobs_R
+        used = {key: plan.tags[key] for part in plan.mini_batches for keys in part for key in keys}
+        add_teacher_logprobs(policy, used, samples, config)
+    streams = [*passes, TEACHER_LOGPROBS] if teacher_passes(config) else passes
+    if not streams:
+        return
+    own = [
+        key
+        for key, each in samples.items()
+        if not all(each.streams[name].isfinite().all() for name in streams if name in each.streams)
+    ]
+    bad = [key for part in parallel.dp_all_gather_object(own, _KEYS) for key in part]
+    if bad:
+        raise NonFiniteError(
+            f"the log-probs ({', '.join(streams)}) that the trainer computed are not finite in {len(bad)} samples (the "
+            f"first: sample {bad[0]}); no weight was changed"
+        )
 
 
 def _make_update(
@@ -149,34 +172,12 @@ def _make_update(
     return values
 
 
-def _unchecked(values: Mapping[str, float]) -> None:
-    """Accept an update after the first one of a step."""
-
-
 def _refuse_bad_logprobs(plan: StepPlan) -> None:
     """Raise NonFiniteError, on every rank, if a sample of the batch has failed by its engine's log-probs."""
     bad = [key for key, tag in plan.tags.items() if tag.bad_logprobs]
     if bad:
         raise NonFiniteError(
             f"the log-probs that the engines returned are not finite in {len(bad)} of {len(plan.tags)} samples (the "
-            f"first: sample {bad[0]}); no weight was changed"
-        )
-
-
-def _refuse_bad_passes(samples: Mapping[str, TrainSample], streams: Sequence[str]) -> None:
-    """Raise NonFiniteError, on every rank, if a pass of the trainer has given a log-prob that is not finite.
-
-    The loss would show it too, but perhaps only after a first update of the step.
-    """
-    own = [
-        key
-        for key, each in samples.items()
-        if not all(each.streams[name].isfinite().all() for name in streams if name in each.streams)
-    ]
-    bad = [key for part in parallel.dp_all_gather_object(own, _KEYS) for key in part]
-    if bad:
-        raise NonFiniteError(
-            f"the log-probs ({', '.join(streams)}) that the trainer computed are not finite in {len(bad)} samples (the "
             f"first: sample {bad[0]}); no weight was changed"
         )
 
@@ -193,13 +194,6 @@ def _mini_batches(
         ([samples[key] for key in parts[rank]], mini_batch_counts(plan, parts, max_tokens, kept))
         for parts in plan.mini_batches
     ]
-
-
-def _compute_logprobs(policy: Policy, samples: Sequence[TrainSample], stream: str) -> None:
-    """Give every sample the log-probs `stream` by a pass. Collective."""
-    found = policy.compute_logprobs(samples, reference=stream == REFERENCE_LOGPROBS)
-    for sample, logprobs_R in zip(samples, found, strict=True):
-        sample.streams[stream] = logprobs_R
 
 
 # The declared metrics of an update, from the numbers that `Policy.update` returns, and of log-prob comparisons.
