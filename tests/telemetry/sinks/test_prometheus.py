@@ -1,7 +1,5 @@
 """The endpoint for Prometheus: names, access, bounds, and that no scrape holds a step up. Read by the real library."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -236,7 +234,7 @@ def test_silent_clients_hold_no_step_and_no_other_client_for_long(
 def test_a_client_that_sends_a_byte_at_a_time_is_ended_too(
     sink: PrometheusSink, chosen: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prometheus, "REQUEST_S", 1.0)
+    monkeypatch.setattr(prometheus, "REQUEST_S", 0.5)
     with socket.create_connection(("127.0.0.1", chosen.telemetry.prometheus_port), timeout=0.1) as client:
         ended, deadline = False, time.monotonic() + 8  # below the bound of a single wait for a byte
         while not ended and time.monotonic() < deadline:
