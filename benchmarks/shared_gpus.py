@@ -21,7 +21,7 @@ mode's run of the median step time counts, in `--steps` steps after `--skip`. Ro
   itself (`sync/seconds`);
 - balance: what the first row rests on.
 
-It takes about a quarter of an hour, with --quick a few minutes. Other work on the machine slows the modes that use both
+It takes about half an hour, with --quick a few minutes. Other work on the machine slows the modes that use both
 cores at once, and hardly the separate one, in which one of both waits: the ratio is then too low.
 """
 
@@ -75,7 +75,7 @@ def run_config(options: argparse.Namespace, directory: Path, mode: str, sequence
         "trainer": {
             "gpus": each,
             "precision": "fp32",
-            "micro_batch_tokens": 1024,
+            "micro_batch_tokens": 512,
             # So low that the lengths stay what they are.
             "optimizer": {"lr": 1e-7, "weight_decay": 0.0},
         },
@@ -141,9 +141,9 @@ def rows_of(runs: Mapping[str, Sequence[MeasuredRun]], sequences: int) -> list[R
 def main() -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=1, help="runs of each mode, in turn")
-    parser.add_argument("--steps", type=int, default=4, help="steps of a run that are measured")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a run that are measured")
     parser.add_argument("--skip", type=int, default=1, help="steps that are not measured, at the start of a run")
-    parser.add_argument("--groups", type=int, default=4, help="groups of 8 responses per step")
+    parser.add_argument("--groups", type=int, default=8, help="groups of 8 responses per step")
     parser.add_argument("--sequences", type=int, default=10, help="responses of an engine at the same time, at first")
     parser.add_argument("--keep", type=Path, help="keep the runs in this directory")
     options = parser.parse_args()
