@@ -12,6 +12,7 @@ import gc
 import mmap
 import os
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -23,7 +24,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
 from megarl import platforms
+from megarl.common.errors import WeightSyncError
 from megarl.common.process.memory_tuning import anonymous_bytes, return_freed_memory
+from megarl.common.values import GIB
 
 Part: TypeAlias = Literal["weights", "gradients", "optimizer", "frozen"]
 NOTHING: frozenset[Part] = frozenset()
@@ -83,6 +86,20 @@ class StateMemory:
         copied = (self._park(leaving) if leaving else 0) + (self._restore(coming) if coming else 0)
         self.resident = kept
         return copied
+
+    def await_room(self, timeout_s: float, ending: Sequence[str]) -> None:
+        """Wait until the GPU has room for what is parked, because engines are `ending` whose actors are already gone.
+
+        Raises WeightSyncError after `timeout_s`. On a CPU it does nothing.
+        """
+        needed, deadline = sum(each.nbytes for each in self._parked), time.monotonic() + timeout_s
+        while platforms.current().is_cuda and (free := torch.cuda.mem_get_info()[0]) < needed:
+            if time.monotonic() > deadline:
+                raise WeightSyncError(
+                    f"the trainer waited {timeout_s:.0f} s (timeouts.rpc_s) for {', '.join(ending)} to release a GPU: "
+                    f"{free / GIB:.2f} GiB of it are free, and its state takes {needed / GIB:.2f} GiB"
+                )
+            time.sleep(0.1)
 
     def require(self, wanted: Collection[Part] = EVERYTHING) -> None:
         """Raise RuntimeError unless these parts are on the device."""

@@ -1,8 +1,7 @@
 """The choices for `auto`: the cheapest recomputation, the largest micro-batch, with a tenth of the memory free."""
 
-from __future__ import annotations
-
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +158,23 @@ def test_the_figures_of_the_recipes_page_are_those_of_the_plan(path: Path) -> No
         f"| {peaks[0]:.1f} | {peaks[1]:.1f} |"
     )
     assert row in (ROOT / "docs/scaling/recipes.md").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "turn", "fix"),
+    [
+        ("rollout", "gpu_memory_utilization", 0.92, "generate", "lower rollout.gpu_memory_utilization"),
+        ("trainer", "micro_batch_tokens", 400_000, "train", "lower trainer.micro_batch_tokens, or use more GPUs"),
+        ("weight_sync", "bucket_mb", 20_000, "publish", "lower weight_sync.bucket_mb, or use more GPUs"),
+    ],
+)
+def test_a_turn_of_shared_gpus_that_does_not_fit_is_refused_with_the_numbers(
+    section: str, key: str, value: Any, turn: str, fix: str
+) -> None:
+    tree = yaml.safe_load((ROOT / "examples/rl/configs/qwen3_8b_gsm8k_8_shared.yaml").read_text())
+    tree[section][key] = value
+    with pytest.raises(ConfigError) as refused:
+        make_plan(config_from_tree(tree), device="cuda", files=False)
+    problem = rf"share_gpus: ([\d.]+) GiB per GPU in turn '{turn}', of 79.00 GiB, .*: {fix}"
+    found = re.search(problem, str(refused.value))
+    assert found is not None and float(found[1]) > 79

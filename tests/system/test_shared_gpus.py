@@ -1,7 +1,5 @@
 """A run whose engines share the trainer's GPUs is bit for bit the run with GPUs for each side."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -113,6 +111,35 @@ def test_so_do_other_layouts(tmp_path: Path, case: str) -> None:
     runs = [train(config(tmp_path / str(shared), shared=shared, **CASES[case])) for shared in (False, True)]
     assert [run.code for run in runs] == [0, 0], [run.output[-3000:] for run in runs]
     assert_equal(runs[1], runs[0])
+
+
+# What shows that a run has made the mistake. None: its weights, and nothing else.
+SHOWN: dict[str, str | None] = {
+    "wake_before_compare": "has had no weights since it slept",
+    "no_load": "has had no weights since it slept",
+    "dirty_gradients": None,
+    "one_left_awake": "was not put to sleep before a publication",
+    "parked_before_the_copy": "are parked in host memory",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", SHOWN)
+def test_a_mistake_in_a_hand_over_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Run, mutation: str
+) -> None:
+    monkeypatch.setenv("SHARED_MUTATION", mutation)
+    settings = config(tmp_path, shared=True, **FAULTY)
+    process = start_run(settings, script=("-m", "tests.support.shared_gpus.shared_mutations"))
+    with killed_after(process, tmp_path / "run"):
+        output, _ = process.communicate(timeout=900)
+    logs = output + "".join(path.read_text(errors="replace") for path in (tmp_path / "run/logs").rglob("*.log"))
+    if (shown := SHOWN[mutation]) is not None:
+        assert shown in logs
+        return
+    assert process.returncode == 0, output[-3000:]
+    weights, others = (read_hf(directory / "hf") for directory in (tmp_path / "run", undisturbed.directory))
+    assert any(not torch.equal(weights[name], others[name]) for name in others)
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """State that is parked between updates changes nothing, bit for bit, and what is lost in parking is seen."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,8 +7,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from megarl import platforms
 from megarl.checkpoint.save.checkpointer import Checkpointer
-from megarl.trainer.parking import NOTHING, StateMemory
+from megarl.common.errors import WeightSyncError
+from megarl.common.values import GIB
+from megarl.trainer.parking import NOTHING, StateMemory, _Parked
 from tests.support.trainer.rank_fixtures import OnRanks
 
 pytestmark = pytest.mark.world
@@ -78,6 +79,23 @@ def test_what_transformer_engine_returns_in_place_of_fused_gradients_is_dropped(
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.module.base", cast(Any, engine))
     StateMemory([], cast(Any, SimpleNamespace(zero_grad=lambda: None, optimizer=None))).hold(NOTHING)
     assert not kept
+
+
+def test_a_rank_waits_for_the_memory_of_an_engine_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = StateMemory([], cast(Any, None))
+    memory._parked = [
+        _Parked("weights", cast(Any, None), 6 * GIB, None),
+        _Parked("optimizer", cast(Any, None), GIB, None),
+    ]
+    monkeypatch.setattr(platforms, "current", lambda: SimpleNamespace(is_cuda=True))
+    free = [2 * GIB, 6 * GIB, 7 * GIB]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free.pop(0) if len(free) > 1 else free[0], 80 * GIB))
+    memory.await_room(60.0, ["replica 1"])
+    assert free == [7 * GIB]
+    free[:] = [2 * GIB]
+    waited = r"waited 0 s .* for replica 1 to release a GPU: 2\.00 GiB of it are free, and its state takes 7\.00 GiB"
+    with pytest.raises(WeightSyncError, match=waited):
+        memory.await_room(0.0, ["replica 1"])
 
 
 def test_a_save_of_a_parked_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,8 @@ class EngineReplica:
         Raises ReplicaFailed with the engine's reason.
         """
         async with self._starting:
+            if self._failed is not None:  # it was ended before: its memory is no longer its own
+                raise ReplicaFailed(self.index, self._failed)
             return await self._start()
 
     async def _start(self) -> dict[str, float]:
@@ -394,13 +396,14 @@ class EngineReplica:
         self._failed = f"replica {self.index} {reason}"
 
     async def shutdown(self) -> None:
-        """Stop the engine's processes. Raises EngineMayRun if one survives and keeps its memory."""
-        left: set[ProcessId] = set()
+        """Stop the engine's processes. Raises EngineMayRun if one survives half of `timeouts.rpc_s`."""
         if self._engine is not None:
             # The engine process has nothing to save, and does not exit on SIGTERM within the default timeout (5 s).
             self._engine.shutdown(timeout=0.5)
             self._engine = None
-            left = sweep(self._processes, grace_s=0.0)
+        elif not self._processes:
+            self._failed = self._failed or f"replica {self.index} was ended before its engine started"
+        left = await asyncio.to_thread(sweep, self._processes, 0.0, self.config.timeouts.rpc_s / 2)
         self._activity.end()
         events.close_events()
         if left:

@@ -58,13 +58,15 @@ class EnginePool:
         *,
         report_interval_s: float,
         sync_restarts: int,
+        shrinks: bool = True,
     ) -> None:
         """`replicas`: started EngineReplica actors by index. `describe(index)`: where a replica's log is.
 
         `report_interval_s`: at most this many seconds of tokens are lost with a replica. `sync_restarts`: how often a
-        failed sync is repeated with new replicas (`weight_sync.restarts`).
+        failed sync is repeated with new replicas (`weight_sync.restarts`). `shrinks`: it continues without a replica
+        that has no place.
         """
-        self._timeouts, self._restart, self._describe = timeouts, restart, describe
+        self._timeouts, self._restart, self._describe, self._shrinks = timeouts, restart, describe, shrinks
         # A report lacks the tokens that an engine holds back, so ask earlier by as much.
         self._report_interval_s = report_interval_s - hold_within(report_interval_s)
         clients = {index: self.client(index, actor) for index, actor in replicas.items()}
@@ -225,9 +227,8 @@ class EnginePool:
     async def restart(self, indices: Sequence[int]) -> None:
         """Replace replicas by new ones under the same names, which serve only after `admit_joining`.
 
-        If no node has room for a replica, for example because its node is lost, the replica leaves the pool unless it
-        is the last. Raises RolloutError if one does not come up. The controller owns them: a rank's actors end with the
-        rank.
+        One without a place, for example because its node is lost, leaves the pool if that `shrinks` and another one is
+        left. Raises RolloutError if one does not come up. The controller owns them: a rank's actors end with the rank.
         """
         self.table.excuse_leaving()
         wanted = [each for index in indices if index in self.table and not (each := self.table[index]).leaving]
@@ -235,7 +236,7 @@ class EnginePool:
         failures = {each.index: end for each, end in zip(wanted, ends, strict=True) if end is not None}
         left = [each for each in self.table.members if not each.drained and each.index not in failures]
         for error in failures.values():
-            if not (isinstance(error, NoPlace) and left):
+            if not (isinstance(error, NoPlace) and left and self._shrinks):
                 raise error
         for index, error in failures.items():
             logger.warning("the pool continues without replica %d: %s", index, error)

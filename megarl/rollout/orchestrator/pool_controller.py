@@ -75,6 +75,7 @@ class PoolController:
             lambda index: f"see {logs / f'replica-{index}.log'}",
             report_interval_s=rollout.report_interval_s,
             sync_restarts=self.config.weight_sync.restarts,
+            shrinks=not rollout.share_gpus,  # nothing could start a missing engine, and it may still hold memory
         )
         if not wait:
             self._fleet.table.leave_out(int(path.stem.removeprefix("replica-")) for path in logs.glob("replica-*.log"))

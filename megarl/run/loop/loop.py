@@ -124,10 +124,11 @@ def publish_as_needed(session: Session, ask: Callable[[], T | PublicationNeeded]
 def publish(session: Session, *, drain: bool = True) -> None:
     """Send the policy's weights to every engine, which then serves their version. Collective.
 
-    Without `rollout.partial_rollout` all running responses end first, unless no engine is left (`drain` is false).
+    Without `rollout.partial_rollout` all running responses end first, unless no engine is left (`drain` is false) or
+    they sleep: what waits for them has not begun.
     """
     version = session.version
-    if drain and not session.config.rollout.partial_rollout:
+    if drain and not session.config.rollout.partial_rollout and not session.gpus.engines_sleep:
         with session.recorder.phase("drain", f"waiting for running responses before version {version}"):
             session.pool.drain()
     session.gpus.publish()

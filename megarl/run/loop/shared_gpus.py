@@ -113,6 +113,7 @@ class SharedGpus:
             slept = self._peers.on_first_rank(self._put_to_sleep, _SLEPT)
             if slept.failed:
                 self._recorder.say(f"{', '.join(slept.failed)} could not sleep; the next publication replaces them")
+                self._policy.memory.await_room(self._rpc_s, slept.failed)
             if slept.most:
                 self._keep("engine", slept.most)
             self._turns.let_go(["engines"])
@@ -138,17 +139,13 @@ class SharedGpus:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave the GPUs to starting engines, then restore what the trainer held."""
+        """Leave the GPUs to starting engines, and then restore what the turn allows, unless one fails to start."""
         if not self.shared:
             yield
             return
-        memory = self._policy.memory
-        before = memory.resident
         self._hold(NOTHING, "leave the GPUs to an engine that starts")
-        try:
-            yield
-        finally:
-            memory.hold(before)
+        yield
+        self._policy.memory.hold(self._turns.trainer_holds)
 
     @property
     def _ranks(self) -> list[str]:

@@ -27,10 +27,12 @@ from megarl.common.process.memory_tuning import begin_start, use_huge_pages
 from megarl.common.process.output import redirect_output
 from megarl.common.rundir import run_files
 from megarl.common.rundir.run_lock import LAUNCH_ID_VARIABLE, Holder, RunClaim
+from megarl.common.values import GIB
 from megarl.config.derived.staleness import pace_of
 from megarl.config.loading.arguments import add_run_arguments, mistake_printer, run_overrides
 from megarl.config.loading.load import load_config, to_yaml
 from megarl.config.memory_plan.plan import RunPlan, make_plan
+from megarl.config.memory_plan.shared_gpus import SharedMemory
 from megarl.config.schema import Config
 from megarl.config.schema.job import TimeoutsConfig
 from megarl.run.loop.stop import StopSignals, end_before_start
@@ -72,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         plan = make_plan(config)
         _check_launch(plan.pools.nodes, config.trainer.gpus, config.run_dir)
+        if plan.shared is not None:
+            _check_host_memory(plan.shared, int(os.environ["LOCAL_WORLD_SIZE"]))
         if not restarted and (message := already_finished(config)) is not None:
             if rank == 0:
                 sys.stderr.write(f"megarl: {message}\n")
@@ -130,6 +134,20 @@ def _check_launch(nodes: int, gpus: int, run_dir: Path) -> None:
             f"or set trainer.gpus={world}"
         )
     refuse_open_stores(os.environ, sys.argv, run_dir)
+
+
+def _check_host_memory(shared: SharedMemory, ranks: int) -> None:
+    """Raise ValueError unless this host, or its container, has memory for the state that its ranks park."""
+    from ray._common.utils import get_system_memory  # it respects the limits of cgroups
+
+    if (needed := shared.host * ranks) > (total := get_system_memory()):
+        message = (
+            f"rollout.share_gpus: {ranks} parked ranks keep {needed / GIB:.1f} GiB in host memory, and "
+            f"{os.uname().nodename} has {total / GIB:.1f} GiB: use more nodes, or separate GPUs"
+        )
+        if os.environ["RANK"] != "0" == os.environ["LOCAL_RANK"]:  # rank 0 may have more
+            sys.stderr.write(f"megarl: {message}\n")
+        raise ValueError(message)
 
 
 def run(config: Config, plan: RunPlan, claim: RunClaim | None = None) -> int:

@@ -13,6 +13,7 @@ Tensors may have any shape; B bytes of a buffer.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -136,9 +137,12 @@ def join(place: MemberPlace, device: str, inner: Callable[[], Backend] | None) -
             listener.listen(max(1, len(workers)))
             store.put(f"{keys}/trainer/{place.rank}", {**here, "socket": name})
             mine = sum(answer["relay"] == place.rank for answer in others("worker", workers))
-            listener.settimeout(max(0.1, deadline - time.monotonic()))
+            channels = list[socket.socket]()
             try:
-                channels = [_own(listener.accept()[0]) for _ in range(mine)]
+                while len(channels) < mine:
+                    listener.settimeout(max(0.001, deadline - time.monotonic()))
+                    with contextlib.suppress(PermissionError):  # every user of the host can see the socket's name
+                        channels.append(_own(listener.accept()[0]))
             except TimeoutError:
                 waited = f"{place.name} waited {place.connect_s:.0f} s for the engine workers on its device"
                 raise RuntimeError(f"{waited} to connect to its relay") from None

@@ -24,7 +24,7 @@ import torch
 from pydantic import TypeAdapter
 from torch.distributed import BroadcastOptions, Work
 
-from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted
+from megarl.common.errors import ConnectionLost, PeerTimeout, SyncAborted, WeightSyncError
 from megarl.common.process.threads import call_in_thread
 from megarl.weights.group.backends import BACKENDS
 from megarl.weights.group.relay import Backend, MemberPlace
@@ -281,12 +281,14 @@ class Group:
         where = "" if bucket is None else f" in bucket {bucket + 1} of {self.buckets}"
         return PeerTimeout(f"{self.name} waited {time.monotonic() - self._started:.1f} s for {waiting_for}{where}")
 
-    def broken(self, error: Exception, bucket: int | None = None) -> ConnectionLost | PeerTimeout:
+    def broken(self, error: Exception, bucket: int | None = None) -> WeightSyncError:
         """Return the error to raise for an operation that failed with `error`."""
+        where = "" if bucket is None else f" in bucket {bucket + 1} of {self.buckets}"
+        if isinstance(error, torch.OutOfMemoryError):
+            return WeightSyncError(f"{self.name} had no memory{where}: {_first_line(error)}")
         if self._remaining() <= 0:
             return self._expired("a broadcast", bucket)
         self.progress.freeze()
-        where = "" if bucket is None else f" in bucket {bucket + 1} of {self.buckets}"
         return ConnectionLost(f"{self.name} lost its connection{where}: {_first_line(error)}")
 
 

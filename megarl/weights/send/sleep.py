@@ -72,7 +72,7 @@ def put_to_sleep(
 def wake_caches(replicas: Sequence[ReplicaHandle], rpc_s: float, held: HeldMemory | None = None) -> list[str]:
     """Make all engines generate with their new weights; return the names of those that cannot.
 
-    These refuse requests from now on, so the pool does not wait for them.
+    These refuse requests from now on, so the pool does not wait for them. Raises PoolEnded.
     """
     failures = _call(replicas, "wake", rpc_s, "kv_cache", held=held)
     for replica in replicas:
@@ -91,7 +91,7 @@ def _call(
 ) -> dict[str, BaseException]:
     """Call a method of all replicas at the same time; return the failures by the replica's name.
 
-    `held` takes note of the answers.
+    `held` takes note of the answers. Raises PoolEnded.
     """
     failures: dict[str, BaseException] = {}
     for_each = [args] * len(replicas)
@@ -100,6 +100,9 @@ def _call(
     except CallsFailed as error:
         failures = {replicas[index].name: each for index, each in error.failures.items()}
         answers = error.results
+        for each in failures.values():
+            if isinstance(each, PoolEnded):
+                raise each from error
     if held is not None:
         for index, answer in answers.items():
             held.note(replicas[index].name, answer, "asleep" if method == "sleep" else "awake")
@@ -113,9 +116,6 @@ def _has_failed(error: BaseException) -> bool:
 def _refuse_silent(
     failures: dict[str, BaseException], what: str, rpc_s: float, held: HeldMemory, start_s: float = 0.0
 ) -> None:
-    for error in failures.values():
-        if isinstance(error, PoolEnded):
-            raise error
     silent = [name for name, error in failures.items() if not _has_failed(error)]
     if silent:
         reasons = "; ".join(f"{name}: {brief(failures[name])}" for name in silent)

@@ -1,7 +1,5 @@
 """A replica without its engine: errors out of the engine's log, and no generation without weights."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os
@@ -210,6 +208,19 @@ async def test_an_engine_that_is_asked_to_sleep_while_it_starts_does_so_once(
     assert replica._engine.calls == [("sleep", 2, "keep")]
 
 
+async def test_a_replica_that_was_ended_before_its_start_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Restarted ranks build on its GPU: a start that was on its way would find it in use."""
+    replica: Any = made(tmp_path, monkeypatch, load_weights=False, share_gpus=True)
+    with pytest.raises(ReplicaFailed, match="has no engine"):
+        await replica.sleep()
+    await replica.shutdown()
+    with pytest.raises(ReplicaFailed, match="replica 3 was ended before its engine started"):
+        await replica.start()
+    assert replica._engine is None
+
+
 async def test_a_replica_ends_when_all_processes_of_its_engine_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,9 +243,18 @@ async def test_a_replica_ends_when_all_processes_of_its_engine_have(
         sweep(processes, grace_s=0.0)
     replica._engine = FakeEngine()
     replica._engine.shutdown = lambda timeout: None
-    monkeypatch.setattr(replica_module, "sweep", lambda processes, grace_s: {ProcessId.own()})
+    bounds_s = list[float]()
+
+    def in_vain(processes: object, grace_s: float, timeout_s: float) -> set[ProcessId]:
+        bounds_s.append(timeout_s)
+        return {ProcessId.own()}
+
+    monkeypatch.setattr(replica_module, "sweep", in_vain)
     with pytest.raises(EngineMayRun, match=f"replica 3: processes {os.getpid()} of its engine do not end"):
         await replica.shutdown()
+    with pytest.raises(EngineMayRun):
+        await replica.shutdown()
+    assert bounds_s == [replica.config.timeouts.rpc_s / 2] * 2
 
 
 async def test_an_engine_on_shared_gpus_starts_asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

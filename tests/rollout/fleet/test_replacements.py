@@ -1,7 +1,5 @@
 """Requests in flight while replicas are replaced: they wait for one that is coming, and only then."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.common.errors import NoReplicaLeft, ReplicaFailed, RequestFailed
+from megarl.common.errors import NoPlace, NoReplicaLeft, ReplicaFailed, RequestFailed
 from megarl.config.schema import TimeoutsConfig
 from megarl.queue.trajectory import VersionSpan
 from megarl.rollout.agents.trajectory_builder import defect
@@ -42,11 +40,16 @@ class Starting:
 
 
 def fleet_of(
-    replicas: dict[int, Any], restart: Any = None, *, sync_restarts: int = 1, bound_s: float | None = None
+    replicas: dict[int, Any],
+    restart: Any = None,
+    *,
+    sync_restarts: int = 1,
+    bound_s: float | None = None,
+    shrinks: bool = True,
 ) -> EnginePool:
     bound = {} if bound_s is None else {"weight_sync_s": bound_s / 4, "engine_start_s": bound_s / 2}
     timeouts = TimeoutsConfig(generate_s=10, rpc_s=10, **bound)
-    return EnginePool(replicas, timeouts, restart, report_interval_s=0.01, sync_restarts=sync_restarts)
+    return EnginePool(replicas, timeouts, restart, report_interval_s=0.01, sync_restarts=sync_restarts, shrinks=shrinks)
 
 
 def endless(name: str) -> list[GenerateRequest]:
@@ -189,6 +192,19 @@ async def test_a_restart_that_fails_ends_the_wait_and_is_named() -> None:
     with pytest.raises(ReplicaFailed, match="waited 9 s"):
         await restarting
     await check_all_fail([waiting], "waited 9 s for replica 0 to restart")
+
+
+async def test_a_pool_on_the_trainers_gpus_does_not_continue_without_an_engine() -> None:
+    """Nothing would start it again, and one that could not be reached may hold its memory."""
+    restart = Starting({0: NoPlace(0, "replica 0 did not die within 9 s")})
+    restart.go.set()
+    replicas = {index: ScriptedReplica(index, 10**9, None) for index in range(2)}
+    fleet = fleet_of(replicas, restart)
+    await fleet.restart([0])
+    assert fleet.members == [1]
+    fixed = fleet_of(replicas, restart, shrinks=False)
+    with pytest.raises(NoPlace, match="did not die within 9 s"):
+        await fixed.restart([0])
 
 
 async def test_the_wait_is_bounded() -> None:

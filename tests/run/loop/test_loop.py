@@ -1,7 +1,5 @@
 """The loop, with parts that note their calls: what happens in which order, and for which step and version."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,6 +258,17 @@ def test_without_partial_rollouts_running_responses_end_before_each_publication(
         for version in range(3)
         for what in ("drain", f"announce {version}", f"publish {version}", f"set version {version}")
     ]
+
+
+def test_nothing_is_drained_for_a_publication_to_engines_that_sleep(make_run: Callable[..., FakeRun]) -> None:
+    """What waits for them cannot end before it: of groups that a new controller has started, for example."""
+    run = make_run(2, rollout__share_gpus=True, rollout__partial_rollout=False)
+    found = [line for line in journal_of_training(run) if line.startswith(("drain", "engines", "publish"))]
+    assert found == [
+        "publish 0", "engines generate",
+        "engines sleep", "publish 1", "engines generate",
+        "engines sleep", "publish 2", "engines generate",
+    ]  # fmt: skip
 
 
 def test_lost_replicas_get_the_weights_out_of_turn(make_run: Callable[..., FakeRun]) -> None:

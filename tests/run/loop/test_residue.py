@@ -1,7 +1,5 @@
 """What each side of shared GPUs keeps when it has let go, as the monitor's rules see it."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,6 +12,7 @@ from megarl.config.memory_plan.memory import Memory
 from megarl.config.memory_plan.shared_gpus import SharedMemory
 from megarl.run.loop import shared_gpus
 from megarl.run.loop.shared_gpus import Residue, SharedGpus
+from megarl.trainer.parking import EVERYTHING, NOTHING, Part
 from megarl.weights.send.sleep import HeldMemory
 
 
@@ -49,11 +48,12 @@ def test_growth_counts_from_the_most_of_the_first_three_hand_overs() -> None:
 
 def test_each_hand_over_measures_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[tuple[str, float]] = []
+    lost, awaited = list[str](), list[Any]()
 
     def put_to_sleep(replicas: object, rpc_s: float, held: HeldMemory) -> list[str]:
         held.note("replica 0", 3 * GIB, "asleep")
         held.note("replica 1", 2 * GIB, "asleep")
-        return []
+        return lost
 
     def wake_caches(replicas: object, rpc_s: float, held: HeldMemory) -> list[str]:
         for each in ("replica 0", "replica 1"):
@@ -62,7 +62,9 @@ def test_each_hand_over_measures_both_sides(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(shared_gpus, "put_to_sleep", put_to_sleep)
     monkeypatch.setattr(shared_gpus, "wake_caches", wake_caches)
-    memory = SimpleNamespace(hold=lambda parts: 0, device_bytes=GIB)
+    memory = SimpleNamespace(
+        hold=lambda parts: 0, device_bytes=GIB, await_room=lambda *bound: awaited.append(bound), resident=NOTHING
+    )
     peers = SimpleNamespace(
         world=2,
         barrier=lambda: None,
@@ -84,3 +86,17 @@ def test_each_hand_over_measures_both_sides(monkeypatch: pytest.MonkeyPatch) -> 
     assert gpus.residue.values == {"residue": 2.0}, "a rank keeps 4 GiB of 2"
     gpus.train()
     assert recorded == [("perf/trainer_residue_gib", 4.0), ("perf/engine_residue_gib", 3.0)]
+    assert awaited == []
+    gpus.publish()
+    gpus.generate()
+    lost.append("replica 1")
+    gpus.train()
+    assert awaited == [(60.0, ["replica 1"])], "its processes may still be ending, with their memory"
+    held = list[frozenset[Part]]()
+    memory.hold = lambda parts: held.append(parts) or 0
+    with pytest.raises(RuntimeError, match="an engine is late"), gpus.aside():
+        raise RuntimeError("an engine is late")
+    assert held == [NOTHING], "it may still be starting"
+    with gpus.aside():
+        pass
+    assert held[1:] == [NOTHING, EVERYTHING]

@@ -1,7 +1,5 @@
 """The mistakes that are refused before a run begins, and the config that its parts get."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal
@@ -19,8 +17,11 @@ from megarl.cluster.torchrun import SERVED_BY_VARIABLE, rendezvous
 from megarl.common.process import processes
 from megarl.common.rundir.run_files import read_exit
 from megarl.common.rundir.run_lock import LAUNCH_ID_VARIABLE
+from megarl.common.values import GIB
 from megarl.config.loading.load import load_config
+from megarl.config.memory_plan.memory import Memory
 from megarl.config.memory_plan.plan import make_plan
+from megarl.config.memory_plan.shared_gpus import SharedMemory
 from megarl.platforms import Platform
 from megarl.run.loop import stop
 from megarl.run.ranks import control_group, watch
@@ -31,6 +32,19 @@ from tests.support.trainer.configs import config
 def test_a_bare_torchrun_does_not_start_several_nodes() -> None:
     with pytest.raises(ValueError, match="needs 4 nodes, which a bare torchrun does not start"):
         main._check_launch(4, 2, Path("run"))
+
+
+def test_a_host_that_cannot_hold_the_parked_ranks_is_refused_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ray._common.utils.get_system_memory", lambda: 150 * GIB)
+    shared = SharedMemory(Memory((), None), host=19 * GIB, parked=0, asleep=0)
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    main._check_host_memory(shared, 7)
+    with pytest.raises(ValueError, match=r"8 parked ranks keep 152\.0 GiB in host memory, and .* has 150\.0 GiB"):
+        main._check_host_memory(shared, 8)
+    assert "8 parked ranks" in capsys.readouterr().err, "rank 0 may be on a larger host"
 
 
 class Stopped(Exception):
@@ -206,7 +220,7 @@ def start_under_torchrun(
     for name, value in started.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(main, "load_config", lambda path, overrides: config("model", trainer={"gpus": 2}))
-    monkeypatch.setattr(main, "make_plan", lambda config: SimpleNamespace(pools=SimpleNamespace(nodes=1)))
+    monkeypatch.setattr(main, "make_plan", lambda config: SimpleNamespace(pools=SimpleNamespace(nodes=1), shared=None))
     monkeypatch.setattr(main, "already_finished", lambda config: None)
     monkeypatch.setattr(main, "is_checked", lambda environment: True)
     monkeypatch.setattr(main, "claim_for_ranks", lambda run_dir, node_s, rank, force: None)

@@ -1,7 +1,6 @@
 """A group that cannot be formed is aborted: a half-made one would block its process when it is destroyed."""
 
-from __future__ import annotations
-
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -77,3 +76,13 @@ def test_a_member_whose_connection_fails_or_hangs_aborts_what_it_made(server: Sy
     assert backend.aborts == 1
     end_forming(server, 0, "the test is over")
     assert group.wait_end(LIMIT_S) is not None  # its watch has ended before the server does
+
+
+def test_a_member_without_memory_has_lost_no_connection(server: SyncStore) -> None:
+    """The failure is its own, so it is named as the cause and not as the effect of another one."""
+    members = GroupMembers(0, (0,), (), (), "gloo", 60.0)
+    group = Group(server.connection(), members, 0)
+    group.fail(group.broken(torch.OutOfMemoryError("tried to allocate 64 MiB\nmore lines"), 2))
+    answer = group.progress.answer()
+    assert not answer.secondary
+    assert re.search(r"had no memory in bucket 3 of .*: tried to allocate 64 MiB$", answer.failure or "")

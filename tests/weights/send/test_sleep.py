@@ -1,7 +1,5 @@
 """The leader's calls that put engines to sleep and wake them, with replicas that fail in each way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +67,8 @@ def test_the_end_of_the_pool_is_no_engine_that_is_waited_for(fails: dict[str, Ba
     ended = PoolEnded("the rollout pool has ended: its supervisor was killed")
     with pytest.raises(PoolEnded, match="its supervisor was killed"):
         put_to_sleep([Replica(0), Replica(1, **{"sleep": ended, "shutdown": ended, **fails})], 1.0)
+    with pytest.raises(PoolEnded, match="its supervisor was killed"):
+        wake_caches([Replica(0), Replica(1, wake=ended)], 1.0)
 
 
 def test_a_late_hand_over_says_what_each_engine_held_last() -> None:

@@ -1,0 +1,87 @@
+"""Runs with one mistake in what moves memory between trainer and engines.
+
+`-m tests.support.shared_gpus.shared_mutations` is `examples/rl/train_rl.py` with SHARED_MUTATION, a key of MUTATIONS,
+in the trainer's ranks.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megarl.checkpoint.save.checkpointer import Checkpointer
+from megarl.run.loop import shared_gpus
+from megarl.run.loop.shared_gpus import SharedGpus
+from megarl.trainer.parking import NOTHING, StateMemory
+from megarl.weights.send.sender import WeightSender
+
+
+def wake_before_compare() -> None:
+    """Engines get their cache back, and so generate, before they have loaded and verified weights."""
+    publish = SharedGpus.publish
+
+    def publishing(self: SharedGpus) -> None:
+        publish(self)
+        if os.environ["RANK"] == "0":
+            for replica in self._replicas():
+                replica.call("wake", "weights", timeout_s=60.0)
+                replica.call("wake", "kv_cache", timeout_s=60.0)
+
+    SharedGpus.publish = publishing  # type: ignore[method-assign]
+
+
+def no_load() -> None:
+    """Only the first publication sends weights."""
+    publish, reports = WeightSender.publish, list[Any]()
+
+    def publishing(self: WeightSender, version: int) -> Any:
+        if not reports:
+            reports.append(publish(self, version))
+        return reports[0]
+
+    WeightSender.publish = publishing  # type: ignore[method-assign]
+
+
+def dirty_gradients() -> None:
+    """Gradients return with what their memory held."""
+    hold = StateMemory.hold
+
+    @torch.no_grad()
+    def holding(self: StateMemory, wanted: Any) -> int:
+        before = self.resident
+        moved = hold(self, wanted)
+        for part, tensors in self._tensors():
+            if part == "gradients" and part in self.resident - before:
+                for tensor in tensors:
+                    tensor.fill_(0.01)
+        return moved
+
+    StateMemory.hold = holding  # type: ignore[method-assign]
+
+
+def one_left_awake() -> None:
+    """The trainer takes the GPUs while an engine has them."""
+    shared_gpus.put_to_sleep = lambda replicas, rpc_s, held: []  # type: ignore[assignment]
+
+
+def parked_before_the_copy() -> None:
+    """The state is parked when a save copies it."""
+    copy = Checkpointer.copy
+
+    def copying(self: Checkpointer, step: int) -> None:
+        self.policy.memory.hold(NOTHING)
+        copy(self, step)
+
+    Checkpointer.copy = copying  # type: ignore[method-assign]
+
+
+ALL = (wake_before_compare, no_load, dirty_gradients, one_left_awake, parked_before_the_copy)
+MUTATIONS: dict[str, Callable[[], None]] = {each.__name__: each for each in ALL}
+
+
+if __name__ == "__main__":
+    from megarl.run.start.main import main
+
+    MUTATIONS[os.environ["SHARED_MUTATION"]]()
+    main()
