@@ -168,10 +168,11 @@ def refuse_single_expert(raw: Mapping[str, Any]) -> None:
         raise ValueError("num_experts_per_tok=1 is not supported: Megatron-Core does not normalise a single expert")
 
 
-def no_attention_bias(raw: Mapping[str, Any]) -> None:
-    """Raise ValueError for `attention_bias: true`, which in these families includes a bias on o_proj."""
+def no_attention_bias(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return no fields. Raises ValueError for `attention_bias: true`, which here includes a bias on o_proj."""
     if raw.get("attention_bias"):
         raise ValueError("attention_bias=true (a bias on o_proj) is not supported")
+    return {}
 
 
 def sliding_window(raw: Mapping[str, Any]) -> int | None:

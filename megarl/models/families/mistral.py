@@ -19,13 +19,7 @@ from megarl.models.families.base import (
     sliding_window,
 )
 
-
-def _read_llama(raw: Mapping[str, Any]) -> dict[str, Any]:
-    no_attention_bias(raw)
-    return {}
-
-
-LLAMA_FAMILY = Family("llama", "LlamaForCausalLM", DENSE, _read_llama)
+LLAMA_FAMILY = Family("llama", "LlamaForCausalLM", DENSE, no_attention_bias)
 FAMILY = Family(
     "mistral",
     "MistralForCausalLM",

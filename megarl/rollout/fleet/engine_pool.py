@@ -63,8 +63,7 @@ class EnginePool:
         """`replicas`: started EngineReplica actors by index. `describe(index)`: where a replica's log is.
 
         `report_interval_s`: at most this many seconds of tokens are lost with a replica. `sync_restarts`: how often a
-        failed sync is repeated with new replicas (`weight_sync.restarts`). `shrinks`: it continues without a replica
-        that has no place.
+        failed sync is repeated (`weight_sync.restarts`). `shrinks`: it continues without a replica that has no place.
         """
         self._timeouts, self._restart, self._describe, self._shrinks = timeouts, restart, describe, shrinks
         # A report lacks the tokens that an engine holds back, so ask earlier by as much.

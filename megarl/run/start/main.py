@@ -15,9 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
+
+import psutil
 
 from megarl.checkpoint.format.manifest import already_finished
 from megarl.checkpoint.save.directory import continues_history
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from megarl.cluster.pool.pool_process import SupervisorHandle
 
 RANK_0_EXITS_S = 20.0
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # in bytes, with cgroups v2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -138,9 +142,10 @@ def _check_launch(nodes: int, gpus: int, run_dir: Path) -> None:
 
 def _check_host_memory(shared: SharedMemory, ranks: int) -> None:
     """Raise ValueError unless this host, or its container, has memory for the state that its ranks park."""
-    from ray._common.utils import get_system_memory  # it respects the limits of cgroups
-
-    if (needed := shared.host * ranks) > (total := get_system_memory()):
+    total = psutil.virtual_memory().total
+    with suppress(OSError, ValueError):  # no such file, or "max"
+        total = min(total, int(CONTAINER_LIMIT.read_text()))
+    if (needed := shared.host * ranks) > total:
         message = (
             f"rollout.share_gpus: {ranks} parked ranks keep {needed / GIB:.1f} GiB in host memory, and "
             f"{os.uname().nodename} has {total / GIB:.1f} GiB: use more nodes, or separate GPUs"

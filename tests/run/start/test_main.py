@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -35,9 +36,12 @@ def test_a_bare_torchrun_does_not_start_several_nodes() -> None:
 
 
 def test_a_host_that_cannot_hold_the_parked_ranks_is_refused_with_the_numbers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ray._common.utils.get_system_memory", lambda: 150 * GIB)
+    limit = tmp_path / "memory.max"
+    limit.write_text(f"{150 * GIB}\n")
+    monkeypatch.setattr(main, "CONTAINER_LIMIT", limit)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2000 * GIB))
     shared = SharedMemory(Memory((), None), host=19 * GIB, parked=0, asleep=0)
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -45,6 +49,10 @@ def test_a_host_that_cannot_hold_the_parked_ranks_is_refused_with_the_numbers(
     with pytest.raises(ValueError, match=r"8 parked ranks keep 152\.0 GiB in host memory, and .* has 150\.0 GiB"):
         main._check_host_memory(shared, 8)
     assert "8 parked ranks" in capsys.readouterr().err, "rank 0 may be on a larger host"
+    limit.write_text("max\n")
+    main._check_host_memory(shared, 105)
+    with pytest.raises(ValueError, match=r"has 2000\.0 GiB"):
+        main._check_host_memory(shared, 106)
 
 
 class Stopped(Exception):
