@@ -3,8 +3,8 @@
 Invariant: every sample ends as exactly one of trained, masked, filtered or failed. A sample may have several rows
 (`megarl.common.values`), which share its reward and its advantage.
 
-The rollout side calls `without_signal` for each finished group before it is queued (dynamic sampling); `shape_batch`
-filters with the same function, so both sides agree on every group.
+With `admission.refill` the rollout side calls `without_signal` for each finished group before it is queued (dynamic
+sampling); `shape_batch` filters with the same function, so both sides agree on every group.
 """
 
 import itertools

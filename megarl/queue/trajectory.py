@@ -1,4 +1,4 @@
-"""The trajectory: the only data that the rollout pool passes to the trainer."""
+"""The trajectory: what the rollout pool generates for the trainer, with its tag in the queue."""
 
 from __future__ import annotations
 

@@ -375,7 +375,7 @@ class QueueWriter(_Client):
 
 
 class QueueReader(_Client):
-    """The trainer's side of the queue: each DP leader reads all tags and fetches only its own rows."""
+    """The trainer's side of the queue: each DP leader reads all tags, and fetches its own rows and those it records."""
 
     def read_tags(self, keys: Sequence[str]) -> list[SampleTag]:
         """Return the tags of `keys` in order. Raises KeyError if one is not in the queue."""

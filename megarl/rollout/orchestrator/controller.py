@@ -2,9 +2,9 @@
 
 It connects the prompt groups (which may start, how each ends), the fleet (which replicas serve), the loop host (which
 turns a group into trajectories), the batches of steps, the queue, and evaluation. A trainer that starts or restarts
-calls `begin` with the history it resumes and `set_version` with the version that the engines serve; then, for each
-step, `wait_batch` and `commit`. After a failure that ends the run, every waiting and later call raises it. A controller
-that replaces a dead one gets the trainer's state by `take_over`.
+calls `begin` with the history it resumes; with each publication `announce` and `set_version`, the first of which also
+continues kept groups; and for each step `admit`, `wait_batch` and `commit_and_report`. After a failure that ends the
+run, every waiting and later call raises it. A controller that replaces a dead one gets the state by `take_over`.
 """
 
 import asyncio
