@@ -116,7 +116,6 @@ def test_so_do_other_layouts(tmp_path: Path, case: str) -> None:
 # What shows that a run has made the mistake. None: its weights, and nothing else.
 SHOWN: dict[str, str | None] = {
     "wake_before_compare": "has had no weights since it slept",
-    "no_load": "has had no weights since it slept",
     "dirty_gradients": None,
     "one_left_awake": "was not put to sleep before a publication",
     "parked_before_the_copy": "are parked in host memory",

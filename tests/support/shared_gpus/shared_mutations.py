@@ -14,7 +14,6 @@ from megarl.checkpoint.save.checkpointer import Checkpointer
 from megarl.run.loop import shared_gpus
 from megarl.run.loop.shared_gpus import SharedGpus
 from megarl.trainer.parking import NOTHING, StateMemory
-from megarl.weights.send.sender import WeightSender
 
 
 def wake_before_compare() -> None:
@@ -29,18 +28,6 @@ def wake_before_compare() -> None:
                 replica.call("wake", "kv_cache", timeout_s=60.0)
 
     SharedGpus.publish = publishing  # type: ignore[method-assign]
-
-
-def no_load() -> None:
-    """Only the first publication sends weights."""
-    publish, reports = WeightSender.publish, list[Any]()
-
-    def publishing(self: WeightSender, version: int) -> Any:
-        if not reports:
-            reports.append(publish(self, version))
-        return reports[0]
-
-    WeightSender.publish = publishing  # type: ignore[method-assign]
 
 
 def dirty_gradients() -> None:
@@ -76,7 +63,7 @@ def parked_before_the_copy() -> None:
     Checkpointer.copy = copying  # type: ignore[method-assign]
 
 
-ALL = (wake_before_compare, no_load, dirty_gradients, one_left_awake, parked_before_the_copy)
+ALL = (wake_before_compare, dirty_gradients, one_left_awake, parked_before_the_copy)
 MUTATIONS: dict[str, Callable[[], None]] = {each.__name__: each for each in ALL}
 
 
