@@ -118,7 +118,6 @@ SHOWN: dict[str, str | None] = {
     "wake_before_compare": "has had no weights since it slept",
     "dirty_gradients": None,
     "one_left_awake": "was not put to sleep before a publication",
-    "parked_before_the_copy": "are parked in host memory",
 }
 
 

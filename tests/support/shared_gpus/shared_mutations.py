@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from megarl.checkpoint.save.checkpointer import Checkpointer
 from megarl.run.loop import shared_gpus
 from megarl.run.loop.shared_gpus import SharedGpus
-from megarl.trainer.parking import NOTHING, StateMemory
+from megarl.trainer.parking import StateMemory
 
 
 def wake_before_compare() -> None:
@@ -52,18 +51,7 @@ def one_left_awake() -> None:
     shared_gpus.put_to_sleep = lambda replicas, rpc_s, held: []  # type: ignore[assignment]
 
 
-def parked_before_the_copy() -> None:
-    """The state is parked when a save copies it."""
-    copy = Checkpointer.copy
-
-    def copying(self: Checkpointer, step: int) -> None:
-        self.policy.memory.hold(NOTHING)
-        copy(self, step)
-
-    Checkpointer.copy = copying  # type: ignore[method-assign]
-
-
-ALL = (wake_before_compare, dirty_gradients, one_left_awake, parked_before_the_copy)
+ALL = (wake_before_compare, dirty_gradients, one_left_awake)
 MUTATIONS: dict[str, Callable[[], None]] = {each.__name__: each for each in ALL}
 
 
