@@ -36,7 +36,8 @@ def test_a_recipes_script_is_submitted_from_the_checkout(slurm: Slurm, tmp_path:
     assert named in text and gpus in text
     script, log = tmp_path / "recipe.sbatch", tmp_path / "job.log"
     script.write_text(text.replace(named, f"config={config}").replace(gpus, ""))
-    job = slurm.run("sbatch", "--parsable", f"--output={log}", "--nodes=3", "--time=00:05:00", str(script), cwd=ROOT)
+    options = ("--parsable", f"--output={log}", "--nodes=3", "--time=00:05:00")
+    job = slurm.run("sbatch", *options, str(script), cwd=ROOT, **marked(tmp_path / "run"))
     assert slurm.wait(job, {"FAILED", "COMPLETED"}, 120, log) == "FAILED"
     assert "nodes: the job has 3 (n1, n2, n3), the config needs 4" in log.read_text()
     assert not (tmp_path / "run").exists()

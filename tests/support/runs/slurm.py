@@ -89,9 +89,9 @@ class Slurm:
             time.sleep(0.5)
 
     def run(self, *command: str, check: bool = True, cwd: Path | None = None, **environment: str) -> str:
-        """stdout of a SLURM client; its stderr in the AssertionError if it fails."""
+        """stdout of a SLURM client; its stderr in the AssertionError if it fails. `srun` ends with its job."""
         done = subprocess.run(
-            command, env={**self.environment, **environment}, cwd=cwd, capture_output=True, text=True, timeout=60,
+            command, env={**self.environment, **environment}, cwd=cwd, capture_output=True, text=True, timeout=600,
             check=False,
         )  # fmt: skip
         assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stderr or done.stdout}"
