@@ -194,7 +194,7 @@ def _evaluate(config: Config) -> list[SetReport]:
     from megarl.common.errors import RolloutError
     from megarl.common.rundir.notices import NoticeWatch
     from megarl.config.checks.sections import detect_device
-    from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
+    from megarl.rollout.orchestrator.step_batches import PublicationNeeded
 
     standalone.say(f"starting the engine for {config.model.path}; logs in {config.run_dir / 'logs'}")
     with closing(NoticeWatch(config.run_dir, standalone.say)):

@@ -20,7 +20,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megarl.algorithms.objective.terms import WEIGHT_STREAMS
+from megarl.algorithms.objective.objective import WEIGHT_STREAMS
 from megarl.queue.images import ImageRef
 from megarl.queue.routes import Routes, RoutesSpec
 from megarl.queue.streams import ADVANTAGES, CE_WEIGHTS, STREAMS, Stream

@@ -20,10 +20,16 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megarl import platforms
-from megarl.algorithms.objective.objective import LossFunction, LossInputs, micro_batch_loss
-from megarl.algorithms.objective.stats import LossStats
-from megarl.algorithms.objective.terms import WEIGHT_STREAMS, GlobalCounts, TermCounts, count_terms
-from megarl.algorithms.objective.token_origin import OriginGaps
+from megarl.algorithms.objective.objective import (
+    WEIGHT_STREAMS,
+    GlobalCounts,
+    LossFunction,
+    LossInputs,
+    TermCounts,
+    count_terms,
+    micro_batch_loss,
+)
+from megarl.algorithms.objective.stats import LossStats, OriginGaps
 from megarl.checkpoint.format.load_weights import load_weights
 from megarl.common.process.memory_tuning import anonymous_bytes, keep_freed_memory
 from megarl.common.trust.object_collectives import Codec, all_gather, codec_of

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.filters import apply_truncation, overlong_penalty
 from megarl.algorithms.interface.group_rewards import GroupRewards, advantages_of, zero_variance
-from megarl.algorithms.objective.terms import GlobalCounts, token_weights
+from megarl.algorithms.objective.objective import GlobalCounts, token_weights
 from tests.support.losses.loss_batches import cu_seqlens
 from tests.support.losses.trl_loss import grpo_module
 

@@ -12,9 +12,8 @@ from megarl.algorithms.correction.apply import CorrectionSpec
 from megarl.algorithms.interface.segments import sequence_ids
 from megarl.algorithms.interface.token_loss import TokenInputs, TokenLoss
 from megarl.algorithms.losses import LOSSES
-from megarl.algorithms.objective.objective import LossInputs, kl_penalty, micro_batch_loss
+from megarl.algorithms.objective.objective import LossInputs, TermCounts, kl_penalty, micro_batch_loss
 from megarl.algorithms.objective.stats import LossStats
-from megarl.algorithms.objective.terms import TermCounts
 from tests.support.losses.loss_batches import (
     Batch,
     LossSpec,

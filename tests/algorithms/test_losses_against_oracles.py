@@ -25,8 +25,7 @@ from torch import Tensor
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.interface.group_rewards import GroupRewards, advantages_of
 from megarl.algorithms.losses import LOSSES
-from megarl.algorithms.objective.objective import Objective
-from megarl.algorithms.objective.terms import Aggregation
+from megarl.algorithms.objective.objective import Aggregation, Objective
 from tests.support.losses.loss_batches import MAX_TOKENS, Batch, cu_seqlens, packed_result, random_batch
 from tests.support.losses.oracles import oracle
 

@@ -30,7 +30,7 @@ from megarl.queue.trajectory import VersionSpan
 from megarl.queue.transfer import QueueReader
 from megarl.rollout.engine.continuation import ResponseCollector
 from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
-from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
+from megarl.rollout.orchestrator.step_batches import PublicationNeeded
 from megarl.run.record.batch_metrics import record_batch
 from megarl.run.step.plan import plan_step
 from megarl.telemetry.metrics.declarations import step_metrics

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.objective.objective import Objective
-from megarl.algorithms.objective.terms import WEIGHT_STREAMS
+from megarl.algorithms.objective.objective import WEIGHT_STREAMS, Objective
 from megarl.queue.dump import read_batch, write_batch
 from megarl.queue.routes import Routes
 from megarl.queue.row_format import decode, decode_tag, encode

@@ -24,7 +24,7 @@ from megarl.rollout.engine.placement import HeldDevices
 from megarl.rollout.engine.replica_start import replica_name
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
 from megarl.rollout.orchestrator.failover import CommitAnswer, TrainerRecord
-from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
+from megarl.rollout.orchestrator.step_batches import BatchReady, PublicationNeeded
 from megarl.rollout.transport.rpc import as_rollout_error
 
 if TYPE_CHECKING:

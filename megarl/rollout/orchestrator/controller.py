@@ -35,8 +35,7 @@ from megarl.rollout.orchestrator.evaluator import Evaluator, FinishedEvaluation
 from megarl.rollout.orchestrator.failover import CommitAnswer, Failover
 from megarl.rollout.orchestrator.pool_controller import PoolController
 from megarl.rollout.orchestrator.prompt_groups import PromptGroups
-from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
-from megarl.rollout.orchestrator.step_batches import StepBatches, StepEnds
+from megarl.rollout.orchestrator.step_batches import BatchReady, PublicationNeeded, StepBatches, StepEnds
 from megarl.rollout.resume.journal import RolloutJournal
 from megarl.rollout.resume.kept_groups import History
 from megarl.rollout.tasks.prompts import PromptSource, reward_pool

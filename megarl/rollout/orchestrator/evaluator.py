@@ -21,7 +21,7 @@ from megarl.rollout.agents.loop_run import EvalPlace, LoopJob, LoopRun
 from megarl.rollout.engine.continuation import RequestContext
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult
 from megarl.rollout.fleet.engine_pool import EnginePool, RequestCoalescer
-from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
+from megarl.rollout.orchestrator.step_batches import PublicationNeeded
 from megarl.rollout.tasks.prompts import EvalSet, PromptSource, PromptTask
 from megarl.rollout.transport import background
 from megarl.rollout.transport.background import BackgroundTasks, cancel_all

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megarl.rollout.admission.counters import Counters
-from megarl.rollout.orchestrator.ready_batches import BatchReady
+from megarl.rollout.orchestrator.step_batches import BatchReady
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megarl.cluster.client.connection import connect_ray
+from megarl.cluster.client.pool_client import PoolClient
 from megarl.cluster.pool.pool_process import NOTICED_S, SupervisorHandle, await_rebuilt
 from megarl.common.errors import MalformedMessage, PartsLost
 from megarl.common.process.threads import call_in_thread
@@ -28,8 +29,7 @@ from megarl.queue.dump import write_batch
 from megarl.queue.row_format import Row, decode, encode_row, join_rows
 from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.queue.transfer import QueueReader
-from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
-from megarl.run.loop.rollout_client import RolloutClient
+from megarl.rollout.orchestrator.step_batches import BatchReady, PublicationNeeded
 from megarl.run.ranks.control_group import SLICE_S, BatchChannel, ChannelClosed, ControlGroup
 from megarl.run.ranks.failure import PeerFailedError
 from megarl.run.record.recorder import Recorder
@@ -143,16 +143,18 @@ class PreparedBatch:
 class BatchSource:
     """Gives each step its batch. Every method is collective over the trainer ranks, unless it says otherwise."""
 
-    def __init__(self, config: Config, pool: RolloutClient, peers: ControlGroup, recorder: Recorder) -> None:
-        self._config, self._pool, self._peers, self._recorder = config, pool, peers, recorder
+    def __init__(self, config: Config, peers: ControlGroup, recorder: Recorder) -> None:
+        self._config, self._peers, self._recorder = config, peers, recorder
+        self._controller: PoolClient | None = None  # on rank 0
         self._pace = pace_of(config)
         self._channel = BatchChannel(config.timeouts)
         self._queue: QueueClient | None = None  # on leaders
         self._next: Future[PreparedBatch | PublicationNeeded] | None = None  # what a thread prepares
         self._prepares: tuple[int, int] | None = None  # its step and version
 
-    def attach(self, handle: SupervisorHandle) -> None:
-        """Connect the leaders to the queue of the pool."""
+    def attach(self, handle: SupervisorHandle, controller: PoolClient | None) -> None:
+        """Connect the leaders to the queue of the pool. `controller`: the connection to the pool, on rank 0."""
+        self._controller = controller
         if parallel.is_leader():
             connect_ray(handle, self._config.timeouts.ray_start_s)
             self._queue = QueueClient(handle, self._config.timeouts)
@@ -229,8 +231,8 @@ class BatchSource:
 
     def _ask(self, step: int, bound_s: float, asleep: bool) -> BatchReady | str:
         """Ask the controller for a batch, on rank 0. A text is the reason why the weights must be published first."""
-        assert self._pool.controller is not None
-        ready = self._pool.controller.wait_batch(step, bound_s, asleep=asleep)
+        assert self._controller is not None
+        ready = self._controller.wait_batch(step, bound_s, asleep=asleep)
         return ready.reason if isinstance(ready, PublicationNeeded) else ready
 
     def _read(self, ready: BatchReady, version: int) -> PreparedBatch | None:
@@ -275,11 +277,11 @@ class BatchSource:
 
         Not collective. Raises PartsLost if the queue has died.
         """
-        if self._pool.controller is None or self._queue is None:
+        if self._controller is None or self._queue is None:
             return []
         keys = self._recorder.sample_keys(ready.step, plan)
         rows = self._queue.read(ready.rebuilds, lambda queue: queue.fetch(keys))
-        references = self._pool.controller.references([row.group_id for row in rows]) if rows else {}
+        references = self._controller.references([row.group_id for row in rows]) if rows else {}
         return [(row, references.get(row.group_id)) for row in rows]
 
     def _read_share(self, plan: StepPlan, rebuilds: int) -> list[Trajectory]:
@@ -329,8 +331,8 @@ class BatchSource:
             return False
 
         def keep(bound_s: float) -> bool:
-            assert self._pool.controller is not None
-            return self._pool.controller.keep(ready.step, ready.rebuilds)
+            assert self._controller is not None
+            return self._controller.keep(ready.step, ready.rebuilds)
 
         return bool(self._channel.wait(keep, _KEPT))
 

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.config.derived.staleness import evaluates_alongside_training
 from megarl.config.schema import Config
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
-from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
+from megarl.rollout.orchestrator.step_batches import PublicationNeeded
 from megarl.run.loop.rollout_client import RolloutClient
 from megarl.run.record.recorder import Recorder
 

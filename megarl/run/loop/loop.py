@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from megarl.common.errors import RolloutError
 from megarl.config.derived.staleness import pace_of
-from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
+from megarl.rollout.orchestrator.step_batches import PublicationNeeded
 from megarl.run.loop.batches import PreparedBatch
 from megarl.run.loop.session import Session
 from megarl.run.step.step import train_step

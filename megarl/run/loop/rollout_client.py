@@ -19,7 +19,7 @@ from megarl.evaluation.harness import SetReport
 from megarl.rollout.admission.counters import Counters
 from megarl.rollout.engine.placement import HeldDevices, own_device, refuse_other_devices, refuse_overlap
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
-from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
+from megarl.rollout.orchestrator.step_batches import PublicationNeeded
 from megarl.run.ranks.control_group import ControlGroup
 from megarl.run.record.recorder import Recorder
 from megarl.run.step.plan import StepPlan

@@ -76,7 +76,7 @@ class Session:
         self.recorder.describe_model(info)
         dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float32
         self._exporter = HFExporter(self.policy.module_chunks, info, dtype)
-        self.batches = BatchSource(config, self.pool, self.peers, self.recorder)
+        self.batches = BatchSource(config, self.peers, self.recorder)
         self._stop_vote = StopVote(config.run_dir, self.peers, signals)
         self.evaluations = Evaluations(config, self.pool, self.recorder, self._stop_vote.asked)
         self.gpus = SharedGpus(
@@ -139,7 +139,8 @@ class Session:
         self.recorder.say("waiting for the rollout engines")
         started = time.perf_counter()
         with self.gpus.aside():  # for engines left in the middle of a weight sync, which are replaced now
-            self.batches.attach(self.pool.attach(launch))
+            handle = self.pool.attach(launch)
+            self.batches.attach(handle, self.pool.controller)
         self.recorder.say(f"engines are up ({time.perf_counter() - started:.0f} s)")
         self.sender.connect(self.pool.engine_handles())
 

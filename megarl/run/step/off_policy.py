@@ -17,9 +17,8 @@ import torch
 
 from megarl.algorithms.correction.apply import importance_weights, interpolation
 from megarl.algorithms.correction.config import CorrectionSpec
-from megarl.algorithms.objective.stats import SAMPLING, LossStats
-from megarl.algorithms.objective.terms import term_mask
-from megarl.algorithms.objective.token_origin import NO_SOURCE, Gap, OriginGaps
+from megarl.algorithms.objective.objective import term_mask
+from megarl.algorithms.objective.stats import NO_SOURCE, SAMPLING, Gap, LossStats, OriginGaps
 from megarl.common.trust.object_collectives import Codec, codec_of
 from megarl.config.checks.telemetry import SourceBuckets
 from megarl.queue.streams import OLD_LOGPROBS, PROXIMAL_ALPHA, ROLLOUT_LOGPROBS, SOURCES

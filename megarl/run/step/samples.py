@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.filters import with_advantages
-from megarl.algorithms.objective.objective import KLEstimator, kl_penalty
-from megarl.algorithms.objective.terms import GlobalCounts
+from megarl.algorithms.objective.objective import GlobalCounts, KLEstimator, kl_penalty
 from megarl.common.trust.object_collectives import Codec, codec_of
 from megarl.common.values import by_sample
 from megarl.config.checks.telemetry import SourceBuckets

@@ -11,8 +11,8 @@ from functools import partial
 
 from megarl.algorithms.correction.config import CorrectionSpec
 from megarl.algorithms.correction.stats import CORRECTION_NUMBERS
+from megarl.algorithms.objective.objective import GlobalCounts
 from megarl.algorithms.objective.stats import SAMPLING
-from megarl.algorithms.objective.terms import GlobalCounts
 from megarl.common.trust.object_collectives import Codec, codec_of
 from megarl.config.checks.telemetry import SourceBuckets
 from megarl.config.derived.logprob_passes import (

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.correction.apply import CorrectionSpec, importance_weights
-from megarl.algorithms.objective.objective import LossInputs, MicroBatchLoss, micro_batch_loss
+from megarl.algorithms.objective.objective import GlobalCounts, LossInputs, MicroBatchLoss, TermCounts, micro_batch_loss
 from megarl.algorithms.objective.stats import LossStats
-from megarl.algorithms.objective.terms import GlobalCounts, TermCounts
 from tests.support.losses.correction_batch import VERL, tensor
 from tests.support.losses.loss_batches import Batch, cu_seqlens, loss_spec, packed_result, random_batch
 

@@ -17,8 +17,7 @@ from megarl.algorithms.correction.apply import (
     loglinear,
 )
 from megarl.algorithms.correction.config import MaskConfig, MaskKind, WeightKind
-from megarl.algorithms.objective.objective import LossInputs, micro_batch_loss
-from megarl.algorithms.objective.terms import TermCounts
+from megarl.algorithms.objective.objective import LossInputs, TermCounts, micro_batch_loss
 from tests.support.losses.correction_batch import VERL, tensor
 from tests.support.losses.loss_batches import Batch, cu_seqlens, loss_spec, packed_result, random_batch
 

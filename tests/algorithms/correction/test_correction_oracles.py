@@ -21,8 +21,7 @@ import torch
 from megarl.algorithms.correction import apply
 from megarl.algorithms.correction.apply import CorrectionSpec, interpolation
 from megarl.algorithms.correction.config import MaskConfig, MaskKind
-from megarl.algorithms.objective.objective import LossInputs, micro_batch_loss
-from megarl.algorithms.objective.terms import TermCounts
+from megarl.algorithms.objective.objective import LossInputs, TermCounts, micro_batch_loss
 from tests.support.losses import correction_oracles as oracles
 from tests.support.losses.loss_batches import Batch, cu_seqlens, loss_spec, packed_result, random_batch
 

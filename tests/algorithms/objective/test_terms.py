@@ -13,9 +13,16 @@ from torch import Tensor
 
 from megarl.algorithms.correction.apply import CorrectionSpec
 from megarl.algorithms.losses import LOSSES
-from megarl.algorithms.objective.objective import LossFunction, LossInputs, Objective, micro_batch_loss
+from megarl.algorithms.objective.objective import (
+    GlobalCounts,
+    LossFunction,
+    LossInputs,
+    Objective,
+    TermCounts,
+    count_terms,
+    micro_batch_loss,
+)
 from megarl.algorithms.objective.stats import LossStats
-from megarl.algorithms.objective.terms import GlobalCounts, TermCounts, count_terms
 from tests.support.losses.loss_batches import MAX_TOKENS, Batch, cu_seqlens, random_batch
 
 PPO = LOSSES.find("ppo").choose({})

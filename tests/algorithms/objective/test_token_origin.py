@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.objective.stats import LossStats
-from megarl.algorithms.objective.token_origin import KEYS, TAIL, Gap, OriginGaps
+from megarl.algorithms.objective.stats import KEYS, TAIL, Gap, LossStats, OriginGaps
 
 BUCKETS = 5
 

@@ -30,7 +30,7 @@ from megarl.common.process.processes import ProcessId
 from megarl.common.trust.signed_store import NODE_ADDRESS_VARIABLE
 from megarl.rollout.admission.counters import Counters
 from megarl.rollout.orchestrator.failover import CommitAnswer
-from megarl.rollout.orchestrator.ready_batches import BatchReady
+from megarl.rollout.orchestrator.step_batches import BatchReady
 from megarl.rollout.transport.rpc import AnsweredCalls
 
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from megarl.rollout.agents.batch_stats import PARTS, SLOWEST, BatchStats, TrajectoryTimes, slowest
 from megarl.rollout.engine.messages import GenerateResult
-from megarl.rollout.orchestrator.ready_batches import BatchReady
-from megarl.rollout.orchestrator.step_batches import record_batch_taken
+from megarl.rollout.orchestrator.step_batches import BatchReady, record_batch_taken
 from megarl.telemetry.trace import events
 
 

@@ -25,7 +25,7 @@ from megarl.rollout.engine.messages import GenerateRequest, SamplingSpec
 from megarl.rollout.fleet.external_requests import ExternalNews, ExternalRequest
 from megarl.rollout.orchestrator import prompt_groups
 from megarl.rollout.orchestrator.failover import Failover
-from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
+from megarl.rollout.orchestrator.step_batches import BatchReady, PublicationNeeded
 from megarl.rollout.resume.journal import JOURNAL_FILE
 from megarl.rollout.resume.journal_file import JournalFile, groups_started
 from megarl.rollout.transport import background

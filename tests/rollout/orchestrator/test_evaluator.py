@@ -14,7 +14,7 @@ from megarl.chat.formats import Prompt
 from megarl.common.errors import RolloutError
 from megarl.rollout.engine.messages import GenerateRequest, GenerateResult, SamplingSpec
 from megarl.rollout.orchestrator.controller import RolloutController
-from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
+from megarl.rollout.orchestrator.step_batches import PublicationNeeded
 from megarl.rollout.tasks.prompts import EvalSet, PromptTask
 from tests.support.rollout.fake_rollout import LocalController, local_controller, response
 from tests.support.trainer.configs import config as config_of

@@ -16,7 +16,7 @@ from megarl.rollout.admission.admission import Admission
 from megarl.rollout.admission.admission_log import SCHEDULE_FILE
 from megarl.rollout.admission.counters import Counters, StepGroups
 from megarl.rollout.orchestrator.failover import Failover, TrainerRecord
-from megarl.rollout.orchestrator.ready_batches import BatchReady
+from megarl.rollout.orchestrator.step_batches import BatchReady
 from tests.support.machines.admission_machine import AdmissionMachine
 from tests.support.machines.schedule_replay import read_schedule, replay_schedule
 from tests.support.rollout.fake_rollout import LocalController, journalled, local_controller

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms.objective.token_origin import OriginGaps
+from megarl.algorithms.objective.stats import OriginGaps
 from megarl.config.checks.telemetry import SourceBuckets
 from megarl.config.schema.monitor import RULES
 from megarl.queue.trajectory import Trajectory, VersionSpan

@@ -28,7 +28,7 @@ from megarl.queue.trajectory import SampleTag, Trajectory
 from megarl.rollout.admission.counters import Counters
 from megarl.rollout.engine.placement import HeldDevices
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
-from megarl.rollout.orchestrator.ready_batches import BatchReady, PublicationNeeded
+from megarl.rollout.orchestrator.step_batches import BatchReady, PublicationNeeded
 from megarl.run.loop import batches, rollout_client
 from megarl.run.loop.batches import BatchSource, DisagreementError, PreparedBatch, QueueClient
 from megarl.run.loop.monitor import AlarmSkipsStep, AlarmStopsRun
@@ -259,9 +259,10 @@ class Links:
         def on_rank(peers: ThreadPeers) -> T:
             recorder: Any = FakeRecorder(self.journal, peers.rank)
             pool = RolloutClient(self.config, peers, recorder)  # type: ignore[arg-type]
-            source = BatchSource(self.config, pool, peers, recorder)  # type: ignore[arg-type]
+            source = BatchSource(self.config, peers, recorder)  # type: ignore[arg-type]
             if attached:
-                source.attach(pool.attach(launched() if peers.is_first else None))
+                handle = pool.attach(launched() if peers.is_first else None)
+                source.attach(handle, pool.controller)
             return function(Link(pool, source, peers.rank))
 
         return self.ranks.run(on_rank)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.correction.apply import CorrectionSpec
 from megarl.algorithms.filters import without_signal
-from megarl.algorithms.objective.token_origin import OriginGaps
+from megarl.algorithms.objective.stats import OriginGaps
 from megarl.config.checks.telemetry import SourceBuckets
 from megarl.config.derived import staleness
 from megarl.config.derived.algorithm import shaping_of

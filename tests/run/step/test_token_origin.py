@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.objective.token_origin import NO_SOURCE, OriginGaps
+from megarl.algorithms.objective.stats import NO_SOURCE, OriginGaps
 from megarl.config.checks.telemetry import MOST_LAGS, SourceBuckets
 from megarl.queue.trajectory import Trajectory, VersionSpan
 from megarl.run.step.off_policy import TokenOrigins

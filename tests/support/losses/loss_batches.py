@@ -9,9 +9,16 @@ from torch import Tensor
 
 from megarl.algorithms.correction.apply import CorrectionSpec
 from megarl.algorithms.losses import LOSSES
-from megarl.algorithms.objective.objective import KLEstimator, LossInputs, Objective, micro_batch_loss
+from megarl.algorithms.objective.objective import (
+    Aggregation,
+    GlobalCounts,
+    KLEstimator,
+    LossInputs,
+    Objective,
+    TermCounts,
+    micro_batch_loss,
+)
 from megarl.algorithms.objective.stats import LossStats
-from megarl.algorithms.objective.terms import Aggregation, GlobalCounts, TermCounts
 
 MAX_TOKENS = 16
 

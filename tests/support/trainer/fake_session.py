@@ -16,7 +16,7 @@ from megarl.common.rundir.run_files import ExitRecord
 from megarl.config.schema import Config
 from megarl.rollout.admission.counters import Counters
 from megarl.rollout.orchestrator.evaluator import FinishedEvaluation
-from megarl.rollout.orchestrator.ready_batches import PublicationNeeded
+from megarl.rollout.orchestrator.step_batches import PublicationNeeded
 from megarl.run.loop import batches, loop, session, shared_gpus
 from megarl.run.loop.batches import BatchSource, PreparedBatch
 from megarl.run.loop.session import Session
@@ -109,6 +109,8 @@ class Handles:
 
 
 class FakePool(Part):
+    controller = None
+
     def __init__(self, run: FakeRun) -> None:
         super().__init__("rollout", run.journal)
         self._note, self._run = run.journal.append, run
@@ -180,7 +182,7 @@ class FakeBatches(BatchSource):
 
     run: FakeRun
 
-    def attach(self, handle: object) -> None: ...
+    def attach(self, handle: object, controller: object) -> None: ...
 
     def _prepare(self, step: int, version: int, *, asleep: bool = False) -> PreparedBatch | PublicationNeeded:
         run, plan = self.run, f"plan for version {version}"
@@ -357,8 +359,7 @@ def fake_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
             gather=run.gather,
             rank=0,
             world=1,
-            barrier=lambda: None,
-            await_all=lambda what, timeout_s, key: None,
+            await_all=lambda *waited: None,
         ),
         "Recorder": lambda config, peers, terminal: FakeRecorder(run),
         "load_info": lambda path: None,

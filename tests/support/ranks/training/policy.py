@@ -12,8 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megarl.algorithms.objective.objective import LossFunction
-from megarl.algorithms.objective.terms import WEIGHT_STREAMS, GlobalCounts
+from megarl.algorithms.objective.objective import WEIGHT_STREAMS, GlobalCounts, LossFunction
 from megarl.config.schema import LOGPROB_CHUNK_ROWS, Config
 from megarl.models.hf.export import HFExporter
 from megarl.models.hf.read_config import load_info

@@ -2,7 +2,7 @@
 
 from megarl.config.derived.staleness import Pace
 from megarl.rollout.admission.admission import Admission
-from megarl.rollout.orchestrator.ready_batches import ready_batch
+from megarl.rollout.orchestrator.step_batches import ready_batch
 
 SAMPLES = 3
 
