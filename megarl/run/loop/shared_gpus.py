@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megarl import platforms
-from megarl.common.trust.object_collectives import Codec, codec_of
+from megarl.common.trust.object_collectives import TEXT, Codec, codec_of
 from megarl.common.values import GIB
 from megarl.config.memory_plan.shared_gpus import SharedMemory
 from megarl.run.loop.gpu_turns import GpuTurns, Turn
@@ -173,9 +173,10 @@ class SharedGpus:
 
     def _hold(self, parts: frozenset[Part], what: str) -> int:
         """Hold these parts, wait until every rank does, and return the bytes that were moved. Raises PeerTimeout."""
-        self._peers.barrier()  # rank 0 may come late, from calls to the pool
+        # This also waits for rank 0, which may come late, from calls to the pool.
+        held = self._peers.gather(f"{self._policy.memory.device_bytes / GIB:.2f} GiB", TEXT)
         moved = self._policy.memory.hold(parts)
-        self._peers.await_all(what, self._rpc_s, "timeouts.rpc_s")
+        self._peers.await_all(what, self._rpc_s, "timeouts.rpc_s", held)
         return moved
 
     def _replicas(self) -> Sequence[ReplicaHandle]:

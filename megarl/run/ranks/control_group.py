@@ -133,15 +133,11 @@ class ControlGroup:
         """Form a gloo group of `ranks` with the same time-out. Collective over all ranks, members or not."""
         return torch.distributed.new_group(list(ranks), backend="gloo", timeout=self._timeout)
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        torch.distributed.barrier(self.group)
-
-    def await_all(self, what: str, timeout_s: float, key: str) -> None:
+    def await_all(self, what: str, timeout_s: float, key: str, holds: Sequence[str] = ()) -> None:
         """Wait until all ranks have called this. `what`: what they have done; `key`: the config's key of the bound.
 
-        After `timeout_s` seconds raises PeerTimeout that names the missing ranks; PeerFailedError on other ranks than
-        0.
+        `holds`: what each rank held before, for the message. After `timeout_s` seconds raises PeerTimeout that names
+        the missing ranks; PeerFailedError on other ranks than 0.
         """
         limit_s = timeout_s if self.is_first else timeout_s + LATER_S
         try:
@@ -152,6 +148,8 @@ class ControlGroup:
             missing = late[1] if late else "0" if "imed out" in str(error) else None
             if missing is None:
                 raise PeerFailedError(f"a rank has failed that was to {what}: {error}") from error
+            if holds:
+                missing = ", ".join(f"{rank} (which held {holds[int(rank)]})" for rank in missing.split(", "))
             waited = f"trainer rank {self.rank} waited {limit_s:.0f} s ({key}) for trainer rank {missing} to {what}"
             raise PeerTimeout(waited) from error
 

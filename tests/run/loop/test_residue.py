@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megarl.common.trust.object_collectives import Codec
 from megarl.common.values import GIB
 from megarl.config.memory_plan.memory import Memory
 from megarl.config.memory_plan.shared_gpus import SharedMemory
@@ -65,12 +66,16 @@ def test_each_hand_over_measures_both_sides(monkeypatch: pytest.MonkeyPatch) -> 
     memory = SimpleNamespace(
         hold=lambda parts: 0, device_bytes=GIB, await_room=lambda *bound: awaited.append(bound), resident=NOTHING
     )
+
+    def gather(mine: Any, codec: Codec[Any]) -> list[Any]:
+        other = mine if isinstance(mine, str) else replace(mine, held=4 * GIB)
+        return [mine, codec.decode(codec.encode(other))]
+
     peers = SimpleNamespace(
         world=2,
-        barrier=lambda: None,
-        await_all=lambda what, timeout_s, key: None,
+        await_all=lambda *waited: None,
         on_first_rank=lambda function, codec: codec.decode(codec.encode(function())),
-        gather=lambda mine, codec: [mine, codec.decode(codec.encode(replace(mine, held=4 * GIB)))],
+        gather=gather,
     )
     recorder: Any = SimpleNamespace(
         phase=lambda name: nullcontext(),

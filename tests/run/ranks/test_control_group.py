@@ -62,7 +62,7 @@ peers.await_all("meet", 60.0, "timeouts.rpc_s")
 if rank == "1":
     time.sleep(600)
 try:
-    peers.await_all("let go of the GPUs", 1.0, "timeouts.rpc_s")
+    peers.await_all("let go of the GPUs", 1.0, "timeouts.rpc_s", ["1 GiB", "2 GiB", "3 GiB"])
 except RuntimeError as error:
     Path(sys.argv[1], rank).write_text(f"{type(error).__name__}: {error}")
 if rank == "0":
@@ -81,8 +81,8 @@ def test_a_rank_that_does_not_come_is_named_by_the_first_one(tmp_path: Path) -> 
         check=False,
     )  # fmt: skip
     assert result.returncode != 0 and not (tmp_path / "1").exists()
-    waited = "trainer rank 0 waited 1 s (timeouts.rpc_s) for trainer rank 1 to let go of the GPUs"
-    assert (tmp_path / "0").read_text() == f"PeerTimeout: {waited}"
+    late = "trainer rank 1 (which held 2 GiB) to let go of the GPUs"
+    assert (tmp_path / "0").read_text() == f"PeerTimeout: trainer rank 0 waited 1 s (timeouts.rpc_s) for {late}"
     assert (tmp_path / "2").read_text().startswith("PeerFailedError: a rank has failed that was to let go of the GPUs")
 
 

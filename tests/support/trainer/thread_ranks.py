@@ -105,6 +105,3 @@ class ThreadPeers:
 
     def gather(self, mine: T, codec: Codec[T]) -> list[T]:
         return [codec.decode(each) for each in self._ranks.exchange(codec.encode(mine))]
-
-    def barrier(self) -> None:
-        self._ranks.exchange(None)
