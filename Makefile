@@ -30,7 +30,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test setup-environments setup-gpu gpu-packages gpu-te gpu-kernels quickstart agents vision soak test test-system test-cluster test-oracles lint docs site clean \
         nightly nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning \
-        nightly-recipes nightly-shared nightly-faults nightly-stops nightly-environments nightly-kernels nightly-upgrade nightly-hosts nightly-slurm
+        nightly-recipes nightly-shared nightly-shared-faults nightly-faults nightly-stops nightly-environments nightly-kernels nightly-upgrade nightly-hosts nightly-slurm
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -130,7 +130,7 @@ test-oracles: setup-test  ## Losses, advantages and corrections against verl's a
 	MEGARL_ORACLES=$(abspath $(ORACLES)) $(PY) -m pytest -m oracle tests/algorithms
 
 # The full matrices and long runs, in parts meant for 30 minutes each.
-nightly: nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning nightly-recipes nightly-shared nightly-faults nightly-stops nightly-environments nightly-kernels nightly-upgrade  ## All of the parts that follow but nightly-hosts and nightly-slurm.
+nightly: nightly-models nightly-trainer nightly-properties nightly-pool nightly-security nightly-benchmarks nightly-runs nightly-learning nightly-recipes nightly-shared nightly-shared-faults nightly-faults nightly-stops nightly-environments nightly-kernels nightly-upgrade  ## All of the parts that follow but nightly-hosts and nightly-slurm.
 
 nightly-models: setup-test  ## Every family through every layout, loader, exporter and converter.
 	$(PY) -m pytest -m slow tests/models tests/checkpoint/convert $(PARALLEL)
@@ -167,8 +167,11 @@ nightly-recipes: setup-test  ## Every recipe's small twin, converted models, and
 	  tests/system/test_converted_model.py tests/system/test_broken_runs.py $(PARALLEL)
 
 nightly-shared: setup-test  ## Runs whose engines share the trainer's GPUs, against runs with GPUs for each side.
-	$(PY) -m pytest -m slow tests/system/test_shared_gpus.py tests/system/test_shared_stream.py \
-	  tests/system/test_shared_memory.py $(PARALLEL)
+	$(PY) -m pytest -m slow -k "not loss_in_each_turn" tests/system/test_shared_gpus.py \
+	  tests/system/test_shared_stream.py tests/system/test_shared_memory.py $(PARALLEL)
+
+nightly-shared-faults: setup-test  ## Losses in each turn of shared GPUs, and the tests of weight sync over the relay.
+	$(PY) -m pytest -m slow -k loss_in_each_turn tests/system/test_shared_gpus.py -n 2 --dist load
 	MEGARL_TEST_TRANSPORT=relay $(PY) -m pytest tests/weights $(PARALLEL)
 
 # One after the other: they time the end of faults and of processes.

@@ -21,7 +21,7 @@ from megarl.weights.group.transport import Group, GroupMembers
 from megarl.weights.plan.buckets import unpack_manifest
 from megarl.weights.receive.receiver import Receiver
 
-# Of the tests of weight sync: gloo, or that of `make nightly-shared`, relay.
+# Of the tests of weight sync: gloo, or that of `make nightly-shared-faults`, relay.
 TRANSPORT = os.environ.get("MEGARL_TEST_TRANSPORT", "gloo")
 
 

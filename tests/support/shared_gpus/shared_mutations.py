@@ -29,18 +29,19 @@ def wake_before_compare() -> None:
     SharedGpus.publish = publishing  # type: ignore[method-assign]
 
 
-def dirty_gradients() -> None:
-    """Gradients return with what their memory held."""
+def moments_not_restored() -> None:
+    """Adam's moments return as zeros. Gradients may return as anything: each update begins with zeros itself."""
     hold = StateMemory.hold
 
     @torch.no_grad()
     def holding(self: StateMemory, wanted: Any) -> int:
         before = self.resident
         moved = hold(self, wanted)
-        for part, tensors in self._tensors():
-            if part == "gradients" and part in self.resident - before:
-                for tensor in tensors:
-                    tensor.fill_(0.01)
+        if "optimizer" in self.resident - before:
+            for each in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+                for value in (value for state in each.optimizer.state.values() for value in state.values()):
+                    if torch.is_tensor(value) and value.numel() > 1:
+                        value.zero_()
         return moved
 
     StateMemory.hold = holding  # type: ignore[method-assign]
@@ -51,7 +52,7 @@ def one_left_awake() -> None:
     shared_gpus.put_to_sleep = lambda replicas, rpc_s, held: []  # type: ignore[assignment]
 
 
-ALL = (wake_before_compare, dirty_gradients, one_left_awake)
+ALL = (wake_before_compare, moments_not_restored, one_left_awake)
 MUTATIONS: dict[str, Callable[[], None]] = {each.__name__: each for each in ALL}
 
 
