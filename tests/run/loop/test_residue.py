@@ -71,9 +71,10 @@ def test_each_hand_over_measures_both_sides(monkeypatch: pytest.MonkeyPatch) -> 
         other = mine if isinstance(mine, str) else replace(mine, held=4 * GIB)
         return [mine, codec.decode(codec.encode(other))]
 
+    waits = list[tuple[Any, ...]]()
     peers = SimpleNamespace(
         world=2,
-        await_all=lambda *waited: None,
+        await_all=lambda *waited: waits.append(waited),
         on_first_rank=lambda function, codec: codec.decode(codec.encode(function())),
         gather=gather,
     )
@@ -88,6 +89,8 @@ def test_each_hand_over_measures_both_sides(monkeypatch: pytest.MonkeyPatch) -> 
     gpus = SharedGpus(policy, peers, recorder, lambda: engines, planned, shared=True, rpc_s=60.0)  # type: ignore[arg-type]
     gpus.publish()
     gpus.generate()
+    bound = (60.0, "timeouts.rpc_s", ["1.00 GiB", "1.00 GiB"])
+    assert waits == [("let go of the GPUs (publish)", *bound), ("let go of the GPUs (handing back)", *bound)]
     assert gpus.residue.values == {"residue": 2.0}, "a rank keeps 4 GiB of 2"
     gpus.train()
     assert recorded == [("perf/trainer_residue_gib", 4.0), ("perf/engine_residue_gib", 3.0)]
